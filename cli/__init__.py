@@ -39,7 +39,8 @@ from moequant.cli.failures import CommandGroup
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="moequant demo shows every step on a small checkpoint. In bash, the Tab key completes "
-    'commands, options and names after: eval "$(_MOEQUANT_COMPLETE=bash_source moequant)"',
+    "commands, options and names after:\n\n\b\n"
+    '  eval "$(_MOEQUANT_COMPLETE=bash_source moequant)"',
 )
 @click.version_option(__version__, prog_name="moequant")
 def cli() -> None:

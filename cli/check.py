@@ -165,7 +165,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
     for engine in report["engines"]:
         out.line()
         _show_engine(out, engine)
-        _show_memory(out, engine, report["gpu"])
+        _show_memory(out, engine, report)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -182,27 +182,32 @@ def _show_engine(out: Output, engine: Mapping[str, Any]) -> None:
         if len(ways) > 1 or way:
             where = ", ".join(names) if len(ways) > 1 or len(names) == 1 else "every GPU"
             out.folded(f"{where}: {way or 'no'}", indent=2)
-    options = _by_options(engine["gpus"])
-    for texts, names in options.items():
-        if texts:
-            where = f" on {', '.join(names)}" if len(options) > 1 else ""
-            out.folded(f"start it{where} with {' '.join(texts)}", indent=2)
+    starts = engine["started_with"]
+    for start in starts:
+        if start["options"]:
+            where = f" on {', '.join(start['gpus'])}" if len(starts) > 1 else ""
+            out.folded(f"start it{where} with {' '.join(start['options'])}", indent=2)
     for kind, entries in (("why not", engine["why"]), ("note", engine["cautions"])):
         for said in entries:
             text = f"{kind} [{said['rule']}]: {said['text']} {said['next']}"
             out.folded(text.strip(), indent=2)
 
 
-def _show_memory(out: Output, engine: Mapping[str, Any], gpu: str | None) -> None:
+def _show_memory(out: Output, engine: Mapping[str, Any], report: Mapping[str, Any]) -> None:
     """The weights of a rank; of a GPU that was asked for, what they leave, or from where on."""
-    memory = engine["memory"]
+    memory, gpu = engine["memory"], report["gpu"]
     if memory is None:
+        if gpu in engine["fits_from"] and (engine["tp"] or engine["tp_with_ep"]):
+            place = f"with tp {report['tp']} and ep {report['ep']} it does not load"
+            least = _least(engine["fits_from"][gpu], "the weights")
+            out.folded(f"memory: {place}{least}", indent=2)
         return
     if gpu is None:
         text = _on_each(memory["weight_bytes"], memory["ranks"])
     else:
         (found,) = memory["gpus"]
-        text = _fit(found, memory) + _least(engine["fits_from"][gpu], found["fits"])
+        text = _fit(found, memory)
+        text += "" if found["fits"] else _least(engine["fits_from"][gpu], "they")
     kv = memory["kv"]
     text += "; KV cache: " + ("not known" if kv is None else f"{size(kv['token_bytes'])} a token")
     out.folded(f"memory: {text}", indent=2)
@@ -219,14 +224,12 @@ def _fit(gpu: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
     return text if gpu["tokens"] is None else f"{text}, at most {gpu['tokens']:,} tokens"
 
 
-def _least(fits_from: Mapping[str, int | None], fits: bool | None) -> str:
+def _least(fits_from: Mapping[str, int | None], weights: str) -> str:
     """The numbers of ranks from which on the weights fit."""
-    if fits:
-        return ""
     from moequant.compatibility import least_ranks
 
     found = least_ranks(fits_from)
-    return f"; they fit from {found} on" if found else "; they fit at no number of ranks"
+    return f"; {weights} fit from {found} on" if found else f"; {weights} fit at no number of ranks"
 
 
 def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -235,15 +238,6 @@ def _by_way(gpus: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for gpu in gpus:
         ways.setdefault(_way(gpu), []).extend(gpu["names"])
     return ways
-
-
-def _by_options(gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[str]]:
-    """The GPUs that run a checkpoint, by the options that the engine's server needs there."""
-    options: dict[tuple[str, ...], list[str]] = {}
-    for gpu in gpus:
-        if gpu["loads"]:
-            options.setdefault(tuple(gpu["options"]), []).extend(gpu["names"])
-    return options
 
 
 def _way(gpu: Mapping[str, Any]) -> str:

@@ -146,6 +146,8 @@ def _next_command(source: str, output: str, **given: str | None) -> str:
 
 
 def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[str, Any]:
+    from moequant.storage.process_memory import peak_resident_bytes
+
     plan, choice = result.plan, result.quantizer
     return {
         "state": result.state,
@@ -168,6 +170,8 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "resumed_shards": result.resumed_shards,
         "workers": workers,
         "peak_bytes": plan.peak_bytes(workers),
+        # None if nothing was converted, or by other machines.
+        "resident_bytes": peak_resident_bytes() if choice and result.state == "converted" else None,
         "seconds": round(seconds, 3),
         "requantization_errors": [error.to_json() for error in result.requantization_errors],
         "gptq_errors": [error.to_json() for error in result.gptq_errors],

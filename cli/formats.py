@@ -200,21 +200,21 @@ def _show_backends(out: Output, document: Mapping[str, Any]) -> None:
         ["quantizer", "converts", "how"],
         [(q["quantizer"], _verdict(q), q["summary"]) for q in document["quantizers"]],
     )
-    out.line()
-    out.table(
-        ["device", "backend", "format", "activations", ">H, I multiples of", "runs"],
-        [
-            (
-                b["device"],
-                b["backend"],
-                b["format"],
-                b["activations"],
-                _multiples(b["hidden_multiple"], b["intermediate_multiple"]),
-                _verdict(b) + f"; {NEVER_RUN}" * b["never_run"],
-            )
-            for b in document["backends"]
-        ],
-    )
+    # A row for the formats of which a backend says the same.
+    alike: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for b in document["backends"]:
+        multiples = _multiples(b["hidden_multiple"], b["intermediate_multiple"])
+        verdict = _verdict(b) + f"; {NEVER_RUN}" * b["never_run"]
+        said = (b["backend"], b["activations"], multiples, verdict)
+        alike[b["device"]][said].append(b["format"])
+    for device, rows in alike.items():
+        out.line()
+        out.line(f"On {device}:")
+        out.line()
+        out.table(
+            ["backend", "formats", "activations", ">H, I multiples of", "runs"],
+            [(row[0], ", ".join(formats), *row[1:]) for row, formats in rows.items()],
+        )
 
 
 def _multiples(hidden: int, intermediate: int) -> str:

@@ -44,7 +44,9 @@ def expected_seconds(sizes: dict[str, int]) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """A time as text, to two digits or so: 40 s, 12 min, 3.5 h."""
+    """A time as text, to two digits or so: 0.2 s, 40 s, 12 min, 3.5 h."""
+    if seconds < 10:
+        return f"{max(seconds, 0.1):.1f} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

@@ -70,7 +70,9 @@ class Output:
 
         A row is one line, but on a terminal that is too narrow for it: see `table_lines`.
         """
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        # Of a command whose stdout is closed, Python has none.
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if on_terminal else None
         cells = ([printable(str(cell)) for cell in row] for row in rows)
         for line in table_lines(columns, cells, width):
             self.line(line)

@@ -47,7 +47,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Figures for the model card, as `moequant evaluate --json` prints them.",
 )
 @click.option(
-    "--report", type=_FILE, metavar="FILE", help="An HTML page about it, published beside the card."
+    "--report",
+    type=_FILE,
+    metavar="FILE",
+    help="A page of `moequant report` about it, to publish beside the card, which shows its "
+    "pictures.",
 )
 @click.option(
     "--picture",

@@ -55,7 +55,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _UNIT = tl.constexpr(8388608.0)
 _UNIT_BITS = tl.constexpr(0x4B000000)
 """2**23: float32 from here on are integers, which their last bits count."""
-_TILE_BYTES = tl.constexpr(512)
+_TILE_WORDS = tl.constexpr(128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,13 +342,12 @@ def quantize_row(
     if SCHEME == "nvfp4":
         tl.store(global_scale + row, of_row)
     per_row = tl.math.div_rn(1.0, of_row) if SCHEME == "nvfp4" else 1.0
-    first_scale = scale.to(tl.pointer_type(tl.uint8))
     if SCHEME == "mxfp8":
-        first_scale += row * 4
-        quad_bytes = scale_columns.to(tl.int64) * 4
+        words = scale + row
+        quad_words = scale_columns.to(tl.int64)
     else:
-        first_scale += first_of_tiles(tl.load(scale_row_of_pair + pair), scale_columns)
-        quad_bytes = _TILE_BYTES
+        words = scale + first_of_tiles(tl.load(scale_row_of_pair + pair), scale_columns)
+        quad_words = _TILE_WORDS
     for chunk in tl.static_range(CHUNKS):
         piece = chunk * PIECES + tl.arange(0, PIECES)
         even, odd = numbers(held[chunk], x.dtype.element_ty)
@@ -373,10 +372,25 @@ def quantize_row(
             to = codes.to(tl.pointer_type(tl.uint32)) + row * (K // 8)
             to += piece[:, None] * 2 + tl.arange(0, 2)[None, :]
             tl.store(to, tl.where(is_nan, 0, word), mask=piece[:, None] < K // 16)
-        group = piece // (GROUP // 16)
-        byte = tl.where(group < K // GROUP, byte, 0)
-        mask = (piece % (GROUP // 16) == 0) & (group < (K // GROUP + 3) // 4 * 4)
-        tl.store(first_scale + group // 4 * quad_bytes + group % 4, byte.to(tl.uint8), mask=mask)
+        byte = tl.where(piece // (GROUP // 16) < K // GROUP, byte, 0)
+        quad = piece // (GROUP // 4)
+        mask = (piece % (GROUP // 4) == 0) & (quad < (K // GROUP + 3) // 4)
+        tl.store(words + quad * quad_words, quads_of(byte, PIECES, GROUP), mask=mask)
+
+
+@triton.jit
+def quads_of(byte, PIECES: tl.constexpr, GROUP: tl.constexpr):
+    """Four scales to an int32, for each piece those around it, of int32 bytes of pieces.
+
+    The threads of a quad are of one warp, which need no shared memory for this.
+    """
+    AROUND: tl.constexpr = GROUP // 4
+    piece = tl.arange(0, AROUND)[None, :]
+    shifted = tl.reshape(byte, [PIECES // AROUND, AROUND]) << piece // (GROUP // 16) * 8
+    # Pieces of a group have the same byte.
+    once = tl.where(piece % (GROUP // 16) == 0, shifted, 0)
+    quads = tl.sum(once, 1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(quads, [PIECES // AROUND, AROUND]), [PIECES])
 
 
 @triton.jit
@@ -581,5 +595,5 @@ def quarters(x):
 
 @triton.jit
 def first_of_tiles(row, columns):
-    """The byte at which scales of a row begin, in 128x4 tiles; `columns` are words of a row."""
-    return (row // 128).to(tl.int64) * columns * _TILE_BYTES + (row % 32) * 16 + row // 32 % 4 * 4
+    """The word at which scales of a row begin, in 128x4 tiles; `columns` are words of a row."""
+    return (row // 128).to(tl.int64) * columns * _TILE_WORDS + (row % 32) * 4 + row // 32 % 4

@@ -73,7 +73,9 @@ class DataError(MoequantError):
 def unknown_name(
     kind: str, name: object, known: Iterable[str], *, nearest: Sequence[str] = ()
 ) -> str:
-    """Message that no `kind` is called `name`, with the nearest known name and all others.
+    """Message that no `kind` is called `name`, with all known names and the nearest ones.
+
+    The nearest are up to three that begin with `name`, or else the one that is spelt most alike.
 
     Args:
         kind: what is named, such as "dialect".
@@ -83,7 +85,10 @@ def unknown_name(
     """
     known = list(known)
     by_lower = {one.lower(): one for one in known}
-    alike = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
-    meant = list(nearest) or [by_lower[one] for one in alike]
+    given = str(name).lower()
+    # Most of what is unknown is a name whose end was left out.
+    begun = [one for lower, one in by_lower.items() if given and lower.startswith(given)]
+    alike = get_close_matches(given, by_lower, n=1, cutoff=0.6)
+    meant = list(nearest) or begun[:3] or [by_lower[one] for one in alike]
     question = f". Did you mean {' or '.join(meant)}?" if meant else ""
     return f"unknown {kind} {show(name)}; use one of: {', '.join(known)}{question}"

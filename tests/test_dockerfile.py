@@ -51,3 +51,12 @@ def test_the_index_of_torch_is_the_one_that_the_readme_names():
     index = STEPS["ARG"].removeprefix("TORCH_INDEX=")
     assert index in (ROOT / "README.md").read_text()
     assert index in (ROOT / "Makefile").read_text()
+
+
+def test_torch_is_installed_first_and_from_its_index_alone():
+    """Beside PyPI, pip takes whichever is newer: with a newer one there, torch with CUDA."""
+    run = TEXT.partition("\nRUN ")[2].partition("\nWORKDIR")[0].replace("\\\n", "")
+    torch, package, clean = (shlex.split(part) for part in run.split("&&"))
+    assert torch == ["pip", "install", "--no-cache-dir", "--index-url", "$TORCH_INDEX", "torch"]
+    assert package == ["pip", "install", "--no-cache-dir", "/src"]
+    assert clean == ["rm", "-r", "/src"]

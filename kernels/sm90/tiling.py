@@ -164,11 +164,16 @@ class Tilings(ABC):
         )
 
     def candidates(self, problem: TuningProblem) -> list[Tiling]:
-        """The tilings worth timing for a problem, the formula's first."""
+        """The tilings worth timing for a problem, the formula's first.
+
+        Tiles larger than the mean wants may suit skewed routing, up to the first that hold all
+        tokens: an expert has at most one row of each.
+        """
         default = self.default(problem)
         at = self.rows.index(default.rows)
+        holding = sum(rows < problem.tokens for rows in self.rows)
         found = [default]
-        for rows in self.rows[max(at - 1, 0) : at + 3]:  # larger ones may suit skewed routing
+        for rows in self.rows[max(at - 1, 0) : max(at + 3, holding + 1)]:
             splits = {8: (1, 2, 4), 16: (1, 2)}.get(rows, (1,))
             found += [Tiling(rows=rows, split13=a, split2=b) for a in splits for b in splits]
             gathers = (False, True) if rows in self.gather_rows else (False,)

@@ -1,8 +1,9 @@
 """Time `load_experts` of all layers of a checkpoint, beside a plain read of the same bytes.
 
 The plain read moves those bytes in pieces of 8 MiB: each of a few threads fills a pinned buffer of
-its own and copies it to the device, where nothing is kept. It is timed with 1, 2, 4 and 8 threads,
-and the fastest counts. Both find the files in the page cache, where a first, untimed load put them.
+its own and copies it to the device, where nothing is kept. It is timed with 1, 2, 4, 8 and 16
+threads, and the fastest counts. Both find the files in the page cache, where a first, untimed load
+put them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from moequant.storage.reader import FixedFile
 
 _PIECE_BYTES = 8 << 20
-_THREADS = (1, 2, 4, 8)
+_THREADS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,10 @@
 """Find the fastest tiling of kernels for layers, and keep it for every later call.
 
-Candidates take turns, as contenders of `bench experts` do. Of those as fast as the fastest with
-uniform routing, but for what runs differ, the one that is fastest with skewed routing is kept:
-tiles of more rows often cost nothing with the one, and save a third with the other. The tiling that
-calls have now stays unless another is faster by more than runs differ. Each is checked before it is
-timed.
+Candidates take turns, as contenders of `bench experts` do. Of those that are nearly as fast as the
+fastest with uniform routing, the one with the least product of its times with uniform and with
+skewed routing is kept: tiles of more rows often cost one or two percent with the one, and save a
+third with the other. The tiling that calls have now stays unless another is better by more than
+runs differ. Each is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _MARGIN = 0.99
 """Of the time of the tiling that calls have now, what another must stay under: medians of 20
 replays differ by up to half a percent from run to run."""
+_NEARLY = 0.97
+"""Of the time of a tiling with uniform routing, what the fastest takes at least: others are not
+considered, however they do with skewed routing."""
 
 
 class TunedLayer:
@@ -133,7 +136,7 @@ def tune(
         `refusals` of formats of layers that were left out, and `cells`: for each `shape`, `format`
         and number of `tokens` the tiling `before` and `after`, and all that were `tried`, the
         fastest first, each with the microseconds of a call, and of one with skewed routing if it is
-        as fast as the fastest (else null).
+        nearly as fast as the fastest (else null).
 
     Raises:
         UnsupportedError: no such device, no backend there that has tilings, more tokens than are
@@ -172,9 +175,9 @@ def tune(
         # Before any is kept, which those of near numbers of tokens would start from.
         for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
             us = layer.times_us(M, tilings)
-            near = [t for t in tilings if us[t] * _MARGIN <= min(us.values())]
+            near = [t for t in tilings if us[t] * _NEARLY <= min(us.values())]
             skewed = layer.times_us(M, near, "skewed")
-            kept = _fastest(tilings[0], skewed)
+            kept = _fastest(tilings[0], {t: (us[t] * skewed[t]) ** 0.5 for t in near})
             tuner.keep(M, topk, kept, us[kept], tables[each])
             tried = {
                 t: {"tiling": asdict(t), "time_us": us[t], "skewed_us": skewed.get(t)}

@@ -75,7 +75,8 @@ class EngineReport:
         gpus: by compute capability.
         tp: numbers of tensor-parallel ranks at which it loads, up to 64, on some of these GPUs.
         tp_with_ep: numbers of ranks at which it loads with experts divided among all of them.
-        memory: weights and KV cache of a rank; None if it is not known how it divides weights.
+        memory: weights and KV cache of a rank; None if it does not load there, or if it is not
+            known how it divides weights.
         fits_from: by GPU, the least of `tp` and of `tp_with_ep` at which the weights fit; None
             where they fit at none.
     """
@@ -122,6 +123,10 @@ class EngineReport:
             "why": [_describe(said) for said in self.against],
             "cautions": [_describe(said) for said in self.remarks],
             "gpus": [gpu.to_json() for gpu in self.gpus],
+            "started_with": [
+                {"options": list(options), "gpus": list(names)}
+                for options, names in self.options.items()
+            ],
             "memory": self.memory and self.memory.to_json(),
             "fits_from": {
                 name: {"tp": tp, "tp_with_ep": both} for name, (tp, both) in self.fits_from.items()
@@ -262,7 +267,8 @@ def _with_memory(
                     first.setdefault(gpu.name, placement.tp)
         least.append(first)
     fits_from = {gpu.name: (least[0].get(gpu.name), least[1].get(gpu.name)) for gpu in memory.gpus}
-    return replace(report, memory=memory, fits_from=fits_from)
+    # Where it does not load, there are no shares of ranks.
+    return replace(report, memory=None if report.loads is False else memory, fits_from=fits_from)
 
 
 def _on_gpus(

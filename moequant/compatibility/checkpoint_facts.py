@@ -12,6 +12,7 @@ from moequant.compatibility.facts import (
     Facts,
     dtype_in,
     heads_in,
+    keys_in,
     kv_heads_in,
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
@@ -29,7 +30,7 @@ from moequant.weights.source_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, MoeConfig
@@ -84,7 +85,9 @@ def examine(
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
         dialect = dialect or find_dialect(quantization_config)
-        quantized = _of_quantized(checkpoint, dialect, quantization_config, architecture, moe, read)
+        quantized = _of_quantized(
+            checkpoint, dialect, quantization_config, architecture, moe, read, _classes(config)
+        )
     return Examined(
         facts=Facts(**_common(config, architecture, moe), **quantized),
         architecture=architecture,
@@ -98,6 +101,12 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
+
+
+def _classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`architectures` of config.json; empty if it has no such list."""
+    stated = config.get("architectures")
+    return tuple(s for s in stated if isinstance(s, str)) if isinstance(stated, list) else ()
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
@@ -116,6 +125,7 @@ def _of_quantized(
     architecture: Architecture,
     moe: MoeConfig,
     layers: Collection[int],
+    classes: Collection[str],
 ) -> dict[str, Any]:
     """The facts that follow from quantized weights; scales are read of some `layers`."""
     modules: list[Module] = []
@@ -125,7 +135,7 @@ def _of_quantized(
         tensors = checkpoint.tensors
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
-        defects += header_defects(modules, tensors, architecture, dialect, config)
+        defects += header_defects(modules, tensors, architecture, dialect, config, classes)
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, layers)
@@ -138,16 +148,17 @@ def _of_quantized(
 
 
 def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]) -> None:
-    """Check that experts without a defect are stored in the format that config.json says.
+    """Check that modules without a defect are stored in the format that config.json says.
 
     Raises:
-        CheckpointError: an expert is stored in another format; names the tensor.
+        CheckpointError: a module is stored in another format; names the tensor.
         UnsupportedError: as `encoded_shape`.
     """
     block_of = dialect.block_reader(config)
     for module in modules:
-        is_expert = module.group == ROUTED_EXPERTS and module.quantized
-        if not is_expert or module.stated is None or module.stated not in dialect.encodings:
+        if module.stated is None or not module.quantized:
+            continue
+        if module.stated not in dialect.encodings:
             continue
         suffixes = dialect.encoding(module.stated).suffixes
         parts = {suffix: module.parts[suffix] for suffix in suffixes if suffix in module.parts}
@@ -204,6 +215,8 @@ def _common(
         "expert_count": moe.experts,
         "heads": heads_in(config),
         "kv_heads": kv_heads_in(config),
+        "vocabulary": heads_in(config, "vocab_size"),
+        "config_keys": keys_in(config),
     }
 
 
@@ -220,11 +233,28 @@ def _formats_by_layer(
         firsts = {n: architecture.expert_tensor(n, 0, "down") for n in moe.sparse_layers}
         return {n: format_of(name.removesuffix(".weight")) for n, name in firsts.items()}
     found: dict[int, str | None] = {}
+    untargeted = _reader_without_targets(dialect, config)
     for module in modules:
         if module.group == ROUTED_EXPERTS and module.role.layer is not None:
-            stated = module.stated if module.quantized else None
+            stated = (module.stated or untargeted(module.name)) if module.quantized else None
             found[module.role.layer] = found.get(module.role.layer) or stated
     return found
+
+
+def _reader_without_targets(
+    dialect: Dialect, config: Mapping[str, Any]
+) -> Callable[[str], str | None]:
+    """A function from a module to the format of the only config group, whatever it targets.
+
+    Engines have classes of their own that a target may name. It returns None where there is not one
+    group.
+    """
+    groups = config.get("config_groups")
+    if dialect.name != "compressed-tensors" or not isinstance(groups, dict) or len(groups) != 1:
+        return lambda module: None
+    (group,) = groups.values()
+    alone = {"group": {**group, "targets": ["Linear"]}}
+    return dialect.reader({**config, "config_groups": alone, "ignore": []}, weights_only=True)
 
 
 def _form(module: Module) -> str | None:

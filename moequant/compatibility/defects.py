@@ -6,19 +6,20 @@ The ids are those of rules.toml, which says what each engine makes of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from math import prod
 from typing import TYPE_CHECKING
 
 from moequant.compatibility.facts import Defect
 from moequant.compatibility.lookup import lacks_linear_target, lookups
-from moequant.compatibility.modules import CODE_DTYPES, MTP, ROUTER
+from moequant.compatibility.modelopt_defects import modelopt_defects
+from moequant.compatibility.modules import CODE_DTYPES, MTP, OTHER, ROUTER
 from moequant.compatibility.rules import ENGINES
+from moequant.dialects.compressed_tensors import input_arguments
 from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.formats.base import WHOLE
 from moequant.models import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from moequant.compatibility.modules import Module
@@ -36,6 +37,7 @@ def header_defects(
     architecture: Architecture,
     dialect: Dialect,
     config: Mapping[str, Any],
+    classes: Collection[str] = (),
 ) -> Iterator[Defect]:
     """The defects that headers and config show.
 
@@ -45,11 +47,15 @@ def header_defects(
         architecture: its architecture.
         dialect: the dialect of its quantized weights.
         config: its quantization_config, completed.
+        classes: `architectures` of its config.json.
 
     Raises:
         CheckpointError: a list of the config is malformed.
     """
-    yield from _misread(modules, dialect, config)
+    yield from _misread(modules, dialect, config, classes)
+    # Of what is in no list that is asked about here, nobody takes codes that config.json denies.
+    denied = (m.name for m in modules if m.group == OTHER and m.stated is None)
+    yield from _one("unmatched-linears", denied)
     yield from _one("mixed-experts", _mixed_experts(modules))
     yield from _mixed_merged(modules, architecture)
     yield from _one("ragged-merged-rows", _ragged_merged_rows(modules, architecture))
@@ -68,9 +74,12 @@ def header_defects(
     )
     yield from _one("quantized-router-bias", biases)
     if dialect.name == "modelopt":
-        yield from _one("row-scales", _experts_scaled_by_row(modules))
-    if dialect.name == "compressed-tensors" and lacks_linear_target(config):
-        yield from _one("no-linear-target", _integer_experts(modules))
+        yield from modelopt_defects(modules, config)
+    if dialect.name == "compressed-tensors":
+        if lacks_linear_target(config):
+            yield from _one("no-linear-target", _integer_experts(modules))
+        yield from _one("unpacked-codes", _unpacked(modules))
+        yield from _one("int8-activations", _with_int8_activations(modules, config))
 
 
 def _one(id: str, names: Iterable[str]) -> Iterator[Defect]:
@@ -80,16 +89,21 @@ def _one(id: str, names: Iterable[str]) -> Iterator[Defect]:
 
 
 def _misread(
-    modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]
+    modules: Sequence[Module],
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    classes: Collection[str],
 ) -> Iterator[Defect]:
     """Modules that engines take for quantized or not, unlike how they are stored."""
-    own = lookups(dialect.name, config)
+    own = lookups(dialect.name, config, modules, classes)
     mixed = {*_mixed_experts(modules)}
     engines: dict[tuple[str, tuple[str, ...]], set[str]] = defaultdict(set)
     for engine in ENGINES.values():
         quantizes = own.get(engine.name, _as_stated)
         wrong: dict[str, list[str]] = defaultdict(list)
         for module in modules:
+            if module.group == OTHER:
+                continue
             # Of a layer whose experts are in several forms, no list would be right.
             if module.name not in mixed and quantizes(module) != module.quantized:
                 kind = "unmatched" if module.quantized else "plain"
@@ -166,13 +180,22 @@ def _integer_experts(modules: Iterable[Module]) -> Iterator[str]:
                 yield module.name
 
 
-def _experts_scaled_by_row(modules: Iterable[Module]) -> Iterator[str]:
-    """Experts with a scale for each row, where engines have one for all."""
+def _unpacked(modules: Iterable[Module]) -> Iterator[str]:
+    """Modules of INT4 codes, one in a byte, as compressed-tensors' int-quantized has them."""
     for module in modules:
-        if module.group == ROUTED_EXPERTS and module.quantized and module.stated is not None:
-            scale = module.parts.get("weight_scale")
-            whole_rows = get_format(module.stated).block[1] == WHOLE
-            if whole_rows and scale is not None and prod(scale.shape) > 1:
+        codes = module.parts.get("weight")
+        if module.stated == "int4" and codes is not None and codes.dtype == "I8":
+            yield module.name
+
+
+def _with_int8_activations(modules: Iterable[Module], config: Mapping[str, Any]) -> Iterator[str]:
+    """Experts of packed INT4 codes whose inputs are quantized to INT8."""
+    input_of = input_arguments(config)
+    for module in modules:
+        is_expert = module.group == ROUTED_EXPERTS and module.stated == "int4"
+        if is_expert and "weight_packed" in module.parts:
+            stated = input_of(module.name)
+            if stated and str(stated.get("type", "int")).lower() == "int":
                 yield module.name
 
 
@@ -189,9 +212,8 @@ def _missing_scales(modules: Iterable[Module], dialect: Dialect) -> Iterator[str
         if module.stated is None or not module.quantized or module.stated not in dialect.encodings:
             continue
         encoding = dialect.encodings[module.stated]
-        scales = [s for s in encoding.suffixes[1:] if s != "weight_shape"]
         # Where a format has one scale, several names are other writers' names for it.
-        there = [s in module.parts for s in scales]
+        there = [s in module.parts for s in encoding.scales]
         if not (all(there) if encoding.format.has_global_scale else any(there)):
             yield module.name
 

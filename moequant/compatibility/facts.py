@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_ROWS_OF_VOCABULARY = 64
+"""Engines make a vocabulary a multiple of it: vLLM's and SGLang's DEFAULT_VOCAB_PADDING_SIZE."""
 UNQUANTIZED = "none"
 """What rules call the dialect of a checkpoint without quantized weights."""
 
@@ -63,9 +65,11 @@ class Facts:
         expert_count: routed experts per layer.
         heads: attention heads; None if unknown.
         kv_heads: heads of keys and values; None if unknown.
+        vocabulary: tokens in the vocabulary; None if unknown.
         linears: last name component, rows and columns of quantized layers other than routed
             experts.
         defects: what is wrong in the files.
+        config_keys: keys of config.json that have a value; None if they are not known.
     """
 
     dialect: str
@@ -84,8 +88,10 @@ class Facts:
     expert_count: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
+    vocabulary: int | None = None
     linears: frozenset[tuple[str, int, int]] = frozenset()
     defects: tuple[Defect, ...] = ()
+    config_keys: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,20 @@ class Placement:
         return (low or (0, 0)) <= self.capability <= (high or (inf, inf))
 
 
+def padded_vocabulary(rows: int, ranks: int = 1, *, grows: bool = False) -> int:
+    """The rows of embeddings and head with those that an engine adds.
+
+    Args:
+        rows: those of the files.
+        ranks: of tensor parallelism.
+        grows: whether it adds until the ranks divide them, as SGLang does.
+    """
+    multiple = _ROWS_OF_VOCABULARY
+    if grows and -(-rows // multiple) * multiple % ranks:
+        multiple *= ranks
+    return -(-rows // multiple) * multiple
+
+
 def dtype_in(config: Mapping[str, Any]) -> str | None:
     """What config.json says that the model computes in, of a vision model its language model."""
     # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
@@ -129,6 +149,12 @@ def kv_heads_in(config: Mapping[str, Any]) -> int | None:
     if any("kv_lora_rank" in section for section in _sections(config)):
         return None
     return heads_in(config, "num_key_value_heads")
+
+
+def keys_in(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of config.json, and of the part about the language model, whose value is not null."""
+    found = (section.items() for section in _sections(config))
+    return frozenset(key for items in found for key, value in items if value is not None)
 
 
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from pkgutil import get_data
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moequant.compatibility.rules import parse_capability
+from moequant.compatibility.tables import fields_of, read_table
 from moequant.errors import UnsupportedError, unknown_name
 
 if TYPE_CHECKING:
@@ -52,7 +49,7 @@ def find_gpu(name: str) -> Gpu:
     for gpu in GPUS.values():
         if wanted in map(_plain, (gpu.name, *gpu.aliases)):
             return gpu
-    for entry in _table()["refused"]:
+    for entry in _TABLE["refused"]:
         if wanted in entry["names"]:
             raise UnsupportedError(
                 f"{name}: {entry['reason']}. Without a GPU, `check` says what holds for any; "
@@ -65,22 +62,6 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
 
 
-@cache
-def _table() -> dict[str, Any]:
-    data = get_data(__name__, "gpus.toml")
-    assert data is not None
-    return tomllib.loads(data.decode())
-
-
-def _read(entry: Mapping[str, Any]) -> Gpu:
-    return Gpu(
-        **{
-            **entry,
-            "capability": parse_capability(entry["capability"]),
-            "aliases": tuple(entry.get("aliases", ())),
-        }
-    )
-
-
-GPUS: Mapping[str, Gpu] = {entry["name"]: _read(entry) for entry in _table()["gpu"]}
+_TABLE = read_table("gpus.toml")
+GPUS: Mapping[str, Gpu] = {entry["name"]: Gpu(**fields_of(entry)) for entry in _TABLE["gpu"]}
 """By name, in the order of compute capability."""

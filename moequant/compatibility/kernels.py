@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from pkgutil import get_data
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moequant.compatibility.rules import parse_capability
+from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from moequant.compatibility.facts import Facts, Placement
     from moequant.compatibility.rules import EngineInfo
@@ -28,8 +26,8 @@ class KernelPath:
     path: str
     activations: str
     source: str
-    low: tuple[int, int]
-    high: tuple[int, int] | None = None
+    from_capability: tuple[int, int]
+    to_capability: tuple[int, int] | None = None
     dialects: tuple[str, ...] = ()
     static: bool | None = None
     refined: bool | None = None
@@ -68,7 +66,7 @@ def kernels_on(
         ]
         if not suiting or placement.capability is None:
             return None
-        running = [k for k in suiting if placement.is_within(k.low, k.high)]
+        running = [k for k in suiting if placement.is_within(k.from_capability, k.to_capability)]
         if running:
             found[format] = running[0]
         else:
@@ -81,9 +79,9 @@ def kernels_on(
 
 def _ranges(kernels: Sequence[KernelPath]) -> str:
     """Capabilities of kernels in words; where one has no end, the others lead up to it."""
-    if any(kernel.high is None for kernel in kernels):
-        return f"{_text(min(kernel.low for kernel in kernels))} and newer"
-    ends = {(kernel.low, kernel.high or kernel.low) for kernel in kernels}
+    if any(kernel.to_capability is None for kernel in kernels):
+        return f"{_text(min(kernel.from_capability for kernel in kernels))} and newer"
+    ends = {(k.from_capability, k.to_capability or k.from_capability) for k in kernels}
     texts = (_text(a) if a == b else f"{_text(a)} to {_text(b)}" for a, b in sorted(ends))
     return ", ".join(texts)
 
@@ -95,13 +93,4 @@ def _text(capability: tuple[int, int]) -> str:
 @cache
 def all_kernels() -> Sequence[KernelPath]:
     """Every kernel of kernels.toml."""
-    data = get_data(__name__, "kernels.toml")
-    assert data is not None
-    return [_read(entry) for entry in tomllib.loads(data.decode())["kernel"]]
-
-
-def _read(entry: Mapping[str, Any]) -> KernelPath:
-    own = {key: value for key, value in entry.items() if key not in ("from", "to")}
-    lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
-    high = parse_capability(entry["to"]) if "to" in entry else None
-    return KernelPath(**{**own, **lists}, low=parse_capability(entry["from"]), high=high)
+    return [KernelPath(**fields_of(entry)) for entry in read_table("kernels.toml")["kernel"]]

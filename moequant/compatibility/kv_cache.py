@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from pkgutil import get_data
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.facts import dtype_in
+from moequant.compatibility.tables import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +100,5 @@ def _number(section: Mapping[str, Any], key: str) -> int | None:
 
 @cache
 def _kinds() -> dict[str, str]:
-    data = get_data(__name__, "attention.toml")
-    assert data is not None
-    entries = tomllib.loads(data.decode())["attention"]
+    entries = read_table("attention.toml")["attention"]
     return {name: entry["kind"] for entry in entries for name in entry["model_types"]}

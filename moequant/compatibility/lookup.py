@@ -1,20 +1,23 @@
 """Whether an engine takes a module for quantized, by the lists of a quantization_config.
 
-Each engine matches names in its own way, and renames modules before. These are the rules of vLLM
-0.33.0 (compressed_tensors/utils.py, utils/quant_utils.py: is_layer_skipped, modelopt.py:
-is_layer_excluded) and SGLang 0.5.23 (the files of the same names, and utils.py:
-_module_path_match). transformers and moequant read the lists as `Dialect.reader` does.
+Each engine matches names in its own way, and renames and merges modules before. These are the rules
+of vLLM 0.33.0 (compressed_tensors/utils.py, utils/config_utils.py: find_matching_patterns,
+utils/quant_utils.py: is_layer_skipped, modelopt.py: is_layer_excluded and _resolve_quant_algo) and
+SGLang 0.5.23 (compressed_tensors/utils.py, utils.py: is_layer_skipped and _module_path_match,
+modelopt_quant.py: is_layer_excluded and _resolve_quant_algo). transformers and moequant read the
+lists as `Dialect.reader` does.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility.merged_layers import MergedLayers
 from moequant.compatibility.modules import ROUTER
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, mapping_field, names_field
-from moequant.dialects.engine_names import in_vllm, merged_in_vllm
+from moequant.dialects.engine_names import in_vllm, names_of
 from moequant.dialects.modelopt_names import KeptInSglang, KeptInVllm
 from moequant.dialects.names import REGEX, expert_block
 from moequant.dialects.regexes import compile_regex
@@ -22,16 +25,23 @@ from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from moequant.compatibility.modules import Module
 
     Lookup = Callable[[Module], bool]
 
+_SPLIT = (".qkv_proj", ".gate_up_proj")
+"""Merged layers whose parts engines know where a class does not list them."""
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
+def lookups(
+    dialect: str,
+    config: Mapping[str, Any],
+    modules: Iterable[Module] = (),
+    classes: Collection[str] = (),
+) -> dict[str, Lookup]:
     """By engine, a function that says whether it takes a module for quantized.
 
     Engines that are missing read the config as the dialect's reader does.
@@ -39,28 +49,37 @@ def lookups(dialect: str, config: Mapping[str, Any]) -> dict[str, Lookup]:
     Args:
         dialect: name of the dialect.
         config: the quantization_config, completed.
+        modules: every module of the checkpoint; engines merge some of them.
+        classes: `architectures` of config.json, which engines choose a model class by.
 
     Raises:
         CheckpointError: a field of the config has the wrong type, or a list has no regular
             expression where it must.
     """
+    names = [module.name for module in modules]
+    vllm, sglang = (MergedLayers(engine, names, classes) for engine in ("vLLM", "SGLang"))
     if dialect == "compressed-tensors":
-        return {"vLLM": _ct_vllm(config), "SGLang": _ct_sglang(config)}
+        return {"vLLM": _ct_vllm(config, vllm), "SGLang": _ct_sglang(config, sglang)}
     if dialect in ("fp8", "fp8-ue8m0"):
         kept = names_field(config, "ignored_layers", _WHERE)
         kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
-        return {"vLLM": _fp8_vllm(kept), "SGLang": _fp8_sglang(kept)}
+        return {"vLLM": _fp8_vllm(kept, vllm), "SGLang": _fp8_sglang(kept, sglang)}
     if dialect == "w4afp8":
         return {"SGLang": _all_but_routers}
     if dialect == "deepseek-v4":
         # Each engine looks up names of its own, and builds routers unquantized.
         return dict.fromkeys(("vLLM", "SGLang", "transformers", "moequant"), _all_but_routers)
-    if dialect == "modelopt" and not mapping_field(config, "quantized_layers", _WHERE):
+    if dialect == "modelopt":
         kept = names_field(config, "ignore", _WHERE)
         kept = kept or names_field(config, "exclude_modules", _WHERE)
+        layers = mapping_field(config, "quantized_layers", _WHERE)
+        in_sglang = _modelopt(KeptInSglang(kept), layers, sglang, guesses=False)
+        if config.get("quant_algo") == "MXFP8":
+            # It makes a config of the dialect fp8 of it, with blocks of 1 x 32.
+            in_sglang = _fp8_sglang(kept, sglang)
         return {
-            "vLLM": partial(_by_list, KeptInVllm(kept)),
-            "SGLang": partial(_by_list, KeptInSglang(kept)),
+            "vLLM": _modelopt(KeptInVllm(kept), layers, vllm, guesses=True),
+            "SGLang": in_sglang,
         }
     return {}
 
@@ -69,8 +88,45 @@ def _all_but_routers(module: Module) -> bool:
     return module.group != ROUTER
 
 
-def _by_list(kept: KeptInVllm | KeptInSglang, module: Module) -> bool:
-    return kept.entry_for(module.name) is None
+def _modelopt(
+    kept: KeptInVllm | KeptInSglang, layers: Collection[str], merged: MergedLayers, *, guesses: bool
+) -> Lookup:
+    """By the list of kept modules and, of a mixture, by `quantized_layers`.
+
+    Args:
+        kept: the list.
+        layers: the names in `quantized_layers`; empty of what is no mixture.
+        merged: how the engine merges layers.
+        guesses: whether it also asks for parts that its class does not list, and takes experts that
+            are not listed for what stands beside them, as vLLM does.
+    """
+    within = {parent for name in layers for parent in _parents(name)}
+
+    def asked(module: Module) -> Iterator[str]:
+        block = expert_block(module.name)
+        if block is not None:
+            yield block
+            if guesses:
+                yield block.removesuffix(".experts")
+            return
+        found = merged.of(module.name)
+        yield from found.names
+        if guesses and (found.merged or "").endswith(_SPLIT):
+            yield module.name
+
+    def quantizes(module: Module) -> bool:
+        if kept.entry_for(module.name) is not None:
+            return False
+        names = (name for one in asked(module) for name in names_of(one))
+        return not layers or any(name in layers or name in within for name in names)
+
+    return quantizes
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def lacks_linear_target(config: Mapping[str, Any]) -> bool:
@@ -78,46 +134,65 @@ def lacks_linear_target(config: Mapping[str, Any]) -> bool:
     return "Linear" not in _targets(config) or config.get("format") != "pack-quantized"
 
 
-def _ct_vllm(config: Mapping[str, Any]) -> Lookup:
+def _ct_vllm(config: Mapping[str, Any], merged: MergedLayers) -> Lookup:
     ignored = _Names(map(in_vllm, names_field(config, "ignore", _WHERE)))
     targets = [in_vllm(target) for target in _targets(config)]
     named = _Names(targets)
     classes = {target.lower() for target in targets}
 
-    def quantizes(module: Module) -> bool:
-        name = in_vllm(_of_first_expert(module))
-        if ignored.match(name) or ignored.match(merged_in_vllm(name)):
+    # Once for the experts of a layer, which are looked up by the name of the first.
+    @cache
+    def takes(name: str) -> bool:
+        names = [in_vllm(one) for one in merged.of(name).names]
+        if any(map(ignored.match, names)):
             return False
         built = "routedexperts" if expert_block(name) else "linear"
-        return named.match(name) or "linear" in classes or any(c in built for c in classes)
+        targeted = any(map(named.match, names))
+        return targeted or "linear" in classes or any(c in built for c in classes)
 
-    return quantizes
+    return lambda module: takes(_of_first_expert(module))
 
 
-def _ct_sglang(config: Mapping[str, Any]) -> Lookup:
-    listed = names_field(config, "ignore", _WHERE)
+def _ct_sglang(config: Mapping[str, Any], merged: MergedLayers) -> Lookup:
+    listed = {*names_field(config, "ignore", _WHERE)}
     ignored = _Names(listed)
     ends = tuple(f".{name}" for name in listed if not name.startswith(REGEX))
     targets = _targets(config)
     named = _Names(targets)
     classes = {target.lower() for target in targets}
 
+    def is_ignored(name: str) -> bool:
+        return ignored.match(name) or name.endswith(ends)
+
+    def keeps(own: str | None, whole: str | None) -> bool:
+        # Where it asks for the parts of a merged layer, of this only the whole name counts.
+        if own is None:
+            return whole is not None and is_ignored(whole)
+        return is_ignored(own) or whole in listed
+
+    @cache
+    def takes(name: str) -> bool | None:
+        """None where it stops."""
+        found = merged.of(name)
+        if keeps(*found):
+            return False
+        built = "fusedmoe" if expert_block(name) else "linear"
+        targeted = any(map(named.match, found.names)) or "linear" in classes
+        return targeted or any(c in built for c in classes) or None
+
     def quantizes(module: Module) -> bool:
         name = _of_first_expert(module)
         block = expert_block(name)
         if block is not None and module.role.projection is not None:
             name = f"{block}.0.{_PROJECTIONS.get(module.role.projection, 'down_proj')}"
-        if ignored.match(name) or name.endswith(ends):
-            return False
-        built = "fusedmoe" if block else "linear"
-        matched = named.match(name) or "linear" in classes or any(c in built for c in classes)
+        found = takes(name)
         # It stops at a layer that is neither ignored nor targeted, whichever it is.
-        return matched or not module.quantized
+        return not module.quantized if found is None else found
 
     return quantizes
 
 
-def _fp8_vllm(listed: Iterable[str]) -> Lookup:
+def _fp8_vllm(listed: Iterable[str], merged: MergedLayers) -> Lookup:
     kept = {in_vllm(name) for name in listed}
     blocks = [name for name in kept if "experts" in name]
 
@@ -127,16 +202,15 @@ def _fp8_vllm(listed: Iterable[str]) -> Lookup:
         return any(block in entry for entry in blocks)
 
     def quantizes(module: Module) -> bool:
-        name = in_vllm(module.name)
-        block = expert_block(name)
+        block = expert_block(in_vllm(module.name))
         if block is None:
-            return name not in kept and merged_in_vllm(name) not in kept
+            return not any(in_vllm(name) in kept for name in merged.of(module.name).names)
         return not keeps(block)
 
     return quantizes
 
 
-def _fp8_sglang(listed: Iterable[str]) -> Lookup:
+def _fp8_sglang(listed: Iterable[str], merged: MergedLayers) -> Lookup:
     bare = [name.removeprefix("model.").rstrip(".") for name in listed]
     kept = [*bare, *(f"model.{name}" for name in bare)]
     blocks = [entry for entry in kept if "experts" in entry]
@@ -150,7 +224,11 @@ def _fp8_sglang(listed: Iterable[str]) -> Lookup:
 
     def quantizes(module: Module) -> bool:
         block = expert_block(module.name)
-        return not keeps(block or module.name, is_block=block is not None)
+        own, whole = merged.of(module.name)
+        # Of most merged layers it asks for the parts here, whatever the class lists.
+        if own is None and (whole or "").endswith(_SPLIT):
+            own = module.name
+        return not keeps(block or own or whole or module.name, is_block=block is not None)
 
     return quantizes
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility.facts import padded_vocabulary
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import UnsupportedError
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
@@ -37,6 +38,8 @@ _DIVIDED = (
     "w3",
 )  # fmt: skip
 _DIVIDED_HEADS = ("k_proj", "v_proj")
+_SINKS = ("sinks", "attention_sink_bias")
+"""A number for each attention head, of which a rank has those of its heads."""
 _WHOLE = ("norm", "router", "router_bias", "shared_expert_gate")
 _WHOLE_LEAVES = ("q_a_proj", "kv_a_proj_with_mqa")
 _MTP = "mtp"
@@ -48,7 +51,9 @@ class WeightSizes:
 
     Attributes:
         experts: routed experts, with their scales and biases.
-        divided: what tensor parallelism divides.
+        vocabulary: embeddings and head, which tensor parallelism divides with the rows that engines
+            add to a vocabulary.
+        divided: what else tensor parallelism divides.
         divided_heads: of which tensor parallelism divides heads of keys and values, if it can.
         whole: what every rank has.
         other: of which it is not known here, such as recurrences and vision; counted as whole.
@@ -56,6 +61,7 @@ class WeightSizes:
     """
 
     experts: int = 0
+    vocabulary: int = 0
     divided: int = 0
     divided_heads: int = 0
     whole: int = 0
@@ -116,11 +122,13 @@ def _share_of(name: str, architecture: Architecture, moe: MoeConfig) -> str:
     if role.role in (ROUTED_EXPERTS, EXPERT_BIAS):
         return "experts"
     if role.role in _VOCABULARY:
-        return "divided"
+        return "vocabulary"
     leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if leaf in _SINKS:
+        return "divided"
     if role.role in _LINEARS and leaf in (*_DIVIDED, *_DIVIDED_HEADS):
         return "divided" if leaf in _DIVIDED else "divided_heads"
-    if role.role in _WHOLE or leaf in _WHOLE_LEAVES or leaf.endswith(("norm", "sinks")):
+    if role.role in _WHOLE or leaf in _WHOLE_LEAVES or leaf.endswith("norm"):
         return "whole"
     return "other"
 
@@ -199,6 +207,7 @@ def memory_of(
     experts = _of_experts(sizes.experts, facts.expert_count, engine, asked)
     copies = min(tp, facts.kv_heads or tp)
     divided = -(-sizes.divided // tp) - (-sizes.divided_heads // copies)
+    divided += _of_vocabulary(sizes.vocabulary, facts.vocabulary, engine, tp)
     weights = experts + divided + sizes.whole + sizes.other
     least = experts + divided + sizes.whole + sizes.other // tp
     return Memory(
@@ -218,6 +227,14 @@ def _of_experts(size_bytes: int, count: int | None, engine: EngineInfo, asked: P
         return -(-size_bytes // asked.tp)
     own = -(-count // asked.ep)
     return -(-size_bytes * own // (count * engine.ranks_of_an_expert(asked)))
+
+
+def _of_vocabulary(size_bytes: int, rows: int | None, engine: EngineInfo, tp: int) -> int:
+    """Bytes of embeddings and head on a rank."""
+    if not rows:
+        return -(-size_bytes // tp)
+    padded = padded_vocabulary(rows, tp, grows=engine.parallel == "divided")
+    return -(-size_bytes * padded // (rows * tp))
 
 
 def _on(gpu: Gpu, weights: int, least: int, kv: KvCache | None) -> GpuMemory:
@@ -251,4 +268,6 @@ def least_ranks(fits_from: Mapping[str, int | None]) -> str:
         "" where they fit at no number.
     """
     ways = {"tp": "tp {0}", "tp_with_ep": "tp {0} and ep {0}"}
-    return " or ".join(way.format(fits_from[key]) for key, way in ways.items() if fits_from[key])
+    # On one rank both are the same.
+    least = {key: None if key != "tp" and fits_from[key] == 1 else fits_from[key] for key in ways}
+    return " or ".join(way.format(least[key]) for key, way in ways.items() if least[key])

@@ -25,6 +25,8 @@ CODE_DTYPES = frozenset(name for name, bits in DTYPE_BITS.items() if bits <= 8) 
 MTP = "mtp"
 """The group of multi-token-prediction layers, whatever their modules are."""
 ROUTER = "router"
+OTHER = "other"
+"""The group of quantized modules that no list is asked about here, such as the head and vision."""
 _LINEARS = ("attention", "dense_mlp", "shared_experts")
 # Projections of multi-token-prediction layers that no engine quantizes.
 _PLAIN_MTP = ("eh_proj", "fc")
@@ -37,7 +39,7 @@ class Module:
     Attributes:
         name: without the last component of its tensors' names.
         role: its role, layer, expert and projection.
-        group: experts, linears, router or MTP.
+        group: experts, linears, router, MTP or OTHER.
         parts: its tensors, by the last component of their names.
         quantized: whether it is stored as codes.
         stated: its format by config.json; None if that says it is not quantized.
@@ -64,7 +66,7 @@ def modules_in(
     dialect: Dialect,
     format_of: Callable[[str], str | None],
 ) -> Iterator[Module]:
-    """Every module that engines look up in a quantization_config, in natural order.
+    """Every module that engines look up in a quantization_config or that is quantized, in order.
 
     Experts that are stacked in tensors of all experts of a layer come once, as the first of them.
 
@@ -92,9 +94,10 @@ def modules_in(
         if not telling and (weight is None or len(weight.shape) != 2):
             continue
         role = architecture.classify(f"{name}.weight")
-        group = _group(name, role, moe)
+        quantized = bool(telling) or (weight is not None and weight.dtype in CODE_DTYPES)
+        is_other = quantized and role.role != MTP
+        group = _group(name, role, moe) or (OTHER if is_other else None)
         if group is not None:
-            quantized = bool(telling) or (weight is not None and weight.dtype in CODE_DTYPES)
             stated = format_of(name)
             yield Module(
                 name=name, role=role, group=group, parts=own, quantized=quantized, stated=stated

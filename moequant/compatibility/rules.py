@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from pkgutil import get_data
 from typing import TYPE_CHECKING, Any, Literal
 
 from moequant._version import __version__
-from moequant.compatibility.facts import UNQUANTIZED, Placement
+from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabulary
+from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -124,6 +123,7 @@ class EngineRule:
     model_types: tuple[str, ...] = ()
     other_model_types: tuple[str, ...] = ()
     when: str = ""
+    lacks: tuple[str, ...] = ()
     defect: str = ""
     static: bool | None = None
     multiples: Mapping[str, int] | None = None
@@ -142,6 +142,7 @@ class EngineRule:
             and facts.model_type not in self.other_model_types
             and self.static in (None, facts.static)
             and (not self.when or _happens(self.when, facts, placement))
+            and (not self.lacks or bool(self.lacking(facts)))
             and (not self.defect or self.found_in(facts, engine) is not None)
             and (self.multiples is None or self._cuts_apart(facts, engine, placement))
             and placement.is_within(self.from_capability, self.to_capability)
@@ -151,6 +152,11 @@ class EngineRule:
         """The defect that the rule is about, if the checkpoint has it."""
         ours = (d for d in facts.defects if d.id == self.defect and d.concerns(engine.name))
         return next(ours, None)
+
+    def lacking(self, facts: Facts) -> list[str]:
+        """The keys that config.json lacks; none if its keys are not known."""
+        there = facts.config_keys
+        return [] if there is None else [key for key in self.lacks if key not in there]
 
     def said(self, facts: Facts, engine: EngineInfo, placement: Placement) -> Said:
         """What it says of a checkpoint to which it applies."""
@@ -163,12 +169,14 @@ class EngineRule:
             text=(self.why or self.caution).format(
                 engine=engine.title,
                 reason=facts.not_loaded,
+                lacking=" and no ".join(self.lacking(facts)),
                 found=None if defect is None else defect.found,
                 tp=placement.tp,
                 ep=placement.ep,
                 heads=facts.heads,
                 kv_heads=facts.kv_heads,
                 experts=facts.expert_count,
+                vocabulary=facts.vocabulary,
                 sizes=f"hidden size {facts.hidden}, {_of_rank(facts.intermediate, ranks)}",
             ),
             next=self.next if hints else "",
@@ -180,13 +188,15 @@ class EngineRule:
         """Whether a size that the rule names is known and no multiple of what it must be."""
         assert self.multiples is not None
         ranks = engine.ranks_of_an_expert(placement)
-        divisors = {"rank": ranks, "heads": placement.tp, "experts": placement.ep}
+        divisors = dict.fromkeys(("heads", "vocabulary"), placement.tp)
+        divisors |= {"rank": ranks, "experts": placement.ep}
         sizes = {
             "hidden": facts.hidden,
             "intermediate": facts.intermediate,
             "rank": facts.intermediate,
             "heads": facts.heads,
             "experts": facts.expert_count,
+            "vocabulary": facts.vocabulary and padded_vocabulary(facts.vocabulary),
         }
         for name, multiple in self.multiples.items():
             if name == "linears":
@@ -295,9 +305,7 @@ def _of_rank(intermediate: int | None, ranks: int) -> str:
 
 @cache
 def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
-    data = get_data(__name__, "rules.toml")
-    assert data is not None
-    table = tomllib.loads(data.decode())
+    table = read_table("rules.toml")
     engines = [EngineInfo(**{"version": __version__, **entry}) for entry in table["engine"]]
     found = [_read(entry) for entry in table["rule"]]
     names = {engine.name for engine in engines}
@@ -307,22 +315,10 @@ def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
 
 
 def _read(entry: Mapping[str, Any]) -> EngineRule:
-    lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-    capabilities = {
-        f"{end}_capability": parse_capability(entry[end]) for end in ("from", "to") if end in entry
-    }
-    known = {field.name for field in fields(EngineRule)}
-    rule = EngineRule(**{k: v for k, v in {**entry, **lists, **capabilities}.items() if k in known})
-    assert entry.keys() <= known | {"from", "to"}, entry
+    rule = EngineRule(**fields_of(entry))
     assert bool(rule.why) != rule.loads, entry
     assert rule.loads or not (rule.caution or rule.options), entry
     return rule
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    """(9, 0) of the text 9.0."""
-    major, minor = text.split(".")
-    return int(major), int(minor)
 
 
 ENGINES: Mapping[str, EngineInfo] = _table()[0]

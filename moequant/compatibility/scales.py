@@ -210,8 +210,8 @@ class _Seen:
 def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list[TensorInfo]:
     """The scales of a module's weight, and that of its input if there is one."""
     assert module.stated is not None
-    suffixes = dialect.encodings[module.stated].suffixes[1:]
-    found = [module.parts[s] for s in suffixes if s in module.parts and s != "weight_shape"]
+    suffixes = dialect.encodings[module.stated].scales
+    found = [module.parts[s] for s in suffixes if s in module.parts]
     names = dialect.input_scale_specs(module.name, module.stated)
     return [*found, *(checkpoint.tensors[n] for n in names if n in checkpoint.tensors)]
 

@@ -476,14 +476,14 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
         progress.start("converting", sum(shard.work_bytes for shard in todo))
         chosen = choose_quantizer(plan.jobs())
         with _saying_where(work), _reading(work, todo, workers, progress) as reading:
-            for shard in work.write_shards(
+            for shard in reading.write_shards(
                 reading.checkpoint,
                 plan,
                 reading.todo,
                 journal,
                 choice=chosen,
                 workers=workers,
-                progress=reading.progress,
+                progress=progress,
                 device=work.device,
             ):
                 finished[shard.file] = shard
@@ -508,11 +508,11 @@ def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:
 
 
 class _Reading(NamedTuple):
-    """How a conversion reads its source, what it reports to, and the digests for the record."""
+    """How a conversion reads its source and writes shards, and the digests for the record."""
 
     checkpoint: Checkpoint
     todo: Sequence[PlannedShard]
-    progress: Progress
+    write_shards: WriteShards
     digests: Callable[[], Mapping[str, Any]]
 
 
@@ -525,8 +525,9 @@ def _reading(
     if work.is_streamed:
         stream = Stream(work.checkpoint, todo, work.journal, delete=work.delete_source_shards)
         digests = partial(stream.digests, work.sidecars, hash_source=work.hash_source, **settings)
+        write = partial(work.write_shards, on_done=stream.finished)
         with stream.running():
-            yield _Reading(stream.checkpoint, stream.todo, stream.reporting(progress), digests)
+            yield _Reading(stream.checkpoint, stream.todo, write, digests)
         return
     with ThreadPoolExecutor(1, "moequant-sample") as beside:
         sampled = beside.submit(source_digests, work.checkpoint, work.sidecars)
@@ -535,7 +536,7 @@ def _reading(
             contents = content_digests(work.checkpoint, **settings) if work.hash_source else {}
             return {**sampled.result(), **contents}
 
-        yield _Reading(work.checkpoint, todo, progress, all_digests)
+        yield _Reading(work.checkpoint, todo, work.write_shards, all_digests)
 
 
 @contextmanager

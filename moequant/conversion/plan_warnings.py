@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility import Facts, Verdict, judge
-from moequant.compatibility.facts import dtype_in, heads_in
+from moequant.compatibility.facts import dtype_in, heads_in, keys_in
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
@@ -69,6 +69,7 @@ def engine_verdicts(
         intermediate=source.model.moe.intermediate,
         expert_count=source.model.moe.experts,
         heads=heads_in(config),
+        config_keys=keys_in(config),
     )
     return tuple(judge(facts))
 

@@ -315,11 +315,13 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
 def _read_file(path: Path) -> str:
     try:
         return path.read_text("utf-8")
+    except FileNotFoundError:
+        unknown = unknown_name("recipe", str(path), shipped_recipes())
+        raise RecipeError(f"{path}: no such file, and {unknown}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(
-            f"{path}: {reason}; a recipe is a TOML file, or has a name: "
-            f"{unknown_name('recipe', str(path), shipped_recipes())}"
+            f"{path}: {reason}; a recipe is a TOML file, or the name of one of `moequant recipes`"
         ) from None
 
 

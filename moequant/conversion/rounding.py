@@ -80,6 +80,7 @@ def split_options(
     own = {key: value for key, value in options.items() if key in get_format(format).options}
     resolved = get_format(format).resolve_options(quantizer_options(own)) | own
     if options.get("rounding") == GPTQ:
+        resolved |= {**get_format(format).gptq_options, **own}
         activation_order = options.get("column_order") == "activation"
         return resolved, GptqRounding(activation_order=activation_order)
     if "column_order" in options:

@@ -63,12 +63,14 @@ def write_shards(
     workers: int,
     progress: Progress,
     device: str = "cpu",
+    on_done: Callable[[str], object] | None = None,
 ) -> Iterator[FinishedShard]:
     """Write `shards` one after the other, each with `workers` threads; yield each once recorded.
 
     Every tensor has its place in the file, so the bytes do not depend on the number of workers.
     Filled shards are finished in other threads, one per four workers. Each unfinished shard takes
-    two descriptors, 256 KiB and what `OutputFile` gathers. GPTQ computes on `device`.
+    two descriptors, 256 KiB and what `OutputFile` gathers. GPTQ computes on `device`. `on_done` is
+    called with the name of each item that is done, from the thread that did it.
     """
     finishers = max(1, workers // _WORKERS_A_FINISHER)
     results = _ResultBuffers(
@@ -80,8 +82,9 @@ def write_shards(
         worker_pool(workers) as pool,
     ):
         run = _Run(
-            source, plan, journal, choice, progress, results, device, one_digest=finishers == 1
-        )
+            source, plan, journal, choice, progress, results, device, on_done,
+            one_digest=finishers == 1,
+        )  # fmt: skip
         finishing: deque[Future[FinishedShard]] = deque()
         for shard in shards:
             writer, errors = run.fill(shard, pool, workers, finishing)
@@ -134,6 +137,7 @@ class _Run(threading.local):
         progress: Progress,
         results: _ResultBuffers,
         device: str,
+        on_done: Callable[[str], object] | None,
         *,
         one_digest: bool,
     ) -> None:
@@ -145,6 +149,7 @@ class _Run(threading.local):
         self._progress = progress
         self._results = results
         self._device = device
+        self._on_done = on_done
         self._one_digest = one_digest
 
     @cached_property
@@ -229,6 +234,8 @@ class _Run(threading.local):
             for _, item in batch:
                 where = self._plan.model.whereabouts(item.name)
                 self._progress.advance(item.source_bytes, where)
+                if self._on_done is not None:
+                    self._on_done(item.name)
 
     def _keep_pace(self, filling: _Filling) -> None:
         """Wait while too much memory waits for digest and disk.

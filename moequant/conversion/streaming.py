@@ -143,9 +143,9 @@ class Stream:
         # Before the work folder is removed, where a thread may be removing a shard.
         self._store.join()
 
-    def reporting(self, progress: Progress) -> Progress:
-        """A progress that reports to `progress`, and to the stream which items are done."""
-        return _Reporting(progress, self._store)
+    def finished(self, item: str) -> None:
+        """Note that the item with this name is done and will not be read again."""
+        self._store.finished(item)
 
     def digests(
         self, sidecars: Iterable[Path], *, hash_source: bool, workers: int, progress: Progress
@@ -182,27 +182,6 @@ class Stream:
         if self._folder is not None and not self._samples[file].exists:
             self._samples[file].write(shard, sha256)
         return path
-
-
-class _Reporting:
-    """Passes progress on, and tells a store of each item that is done."""
-
-    def __init__(self, progress: Progress, store: ShardStore) -> None:
-        self._progress = progress
-        self._store = store
-
-    def start(self, description: str, total: int, *, unit: str = "bytes") -> None:
-        """Pass on."""
-        self._progress.start(description, total, unit=unit)
-
-    def advance(self, done: int, current: str) -> None:
-        """Pass on; the item `current` will not be read again."""
-        self._progress.advance(done, current)
-        self._store.finished(current)
-
-    def finish(self) -> None:
-        """Pass on."""
-        self._progress.finish()
 
 
 def remove_fetched(journal: Journal, *, keep_samples: bool) -> None:

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 _PLAIN = Plain()
 
 
+def no_activations(module: str) -> str | None:
+    """`activations_reader` of a config that says nothing of activations."""
+    return None
+
+
 class Dialect:
     """The encodings and the config of one tool or engine.
 
@@ -348,7 +353,7 @@ class Dialect:
 
     def _activations_reader(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
         """As `activations_reader`."""
-        return lambda module: None
+        return no_activations
 
 
 class Unquantized(Dialect):

@@ -7,6 +7,8 @@ Decisions, each with the failure it prevents:
 * A single format targets `Linear`. SGLang 0.5.23 looks up the scheme of W4A8 experts by that word.
 * `ignore` has the full name of every kept module. Otherwise SGLang raises for a linear layer that
   is neither ignored nor targeted, and transformers expects scales that do not exist.
+* Beside kept parts of a layer that engines merge, `ignore` has the merged one, such as `qkv_proj`.
+  Most model classes of SGLang 0.5.23, as those of Mixtral and DeepSeek, find it only by that name.
 * A kept block of experts is ignored by a regex, because SGLang looks up `experts.0.gate_proj` even
   for Mixtral, whose files have `w1`.
 * A regex leaves the prefix of a name open, because vLLM renames modules of vision models in plain
@@ -31,9 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.dialects.base import Dialect
+from moequant.dialects.base import Dialect, no_activations
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
+from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm, with_merged_layers
 from moequant.dialects.names import ModulePatterns, NamePatterns
 from moequant.dialects.schemes import COMPRESSED_TENSORS
 from moequant.errors import CheckpointError, UnsupportedError
@@ -128,7 +131,7 @@ _STATIC = " with static scales of activations"
 # In a mixed checkpoint, the format that targets `Linear` and sets the top-level `format`.
 _LINEAR = "w4a8"
 
-_STATED = list(dict.fromkeys(_name(scheme) for scheme in COMPRESSED_TENSORS.values()))
+_STATED = list(dict.fromkeys(str(n) for s in COMPRESSED_TENSORS.values() for n in s.names))
 
 # Defaults of missing fields; a missing `strategy` follows from the group size.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -156,12 +159,13 @@ class CompressedTensors(Dialect):
         kinds = {m: f + (_STATIC if m in static else "") for m, f in formats.items()}
         targets = _targets(kinds, patterns)
         groups = [_group(kind, of_kind) for kind, of_kind in targets.items()]
+        kept = with_merged_layers(others, formats, merged_in_vllm, merged_in_sglang)
         return {
             "quant_method": "compressed-tensors",
             "format": _overall_format([kind.removesuffix(_STATIC) for kind in targets]),
             "quantization_status": "compressed",
             "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-            "ignore": [*others, *map(patterns.of_block, blocks)],
+            "ignore": [*sorted(kept), *map(patterns.of_block, blocks)],
             "kv_cache_scheme": None,
         }
 
@@ -208,12 +212,31 @@ class CompressedTensors(Dialect):
             where: _stated_activations(group, config, where)
             for where, group in groups.by_place.items()
         }
+        if not any(schemes.values()):
+            return no_activations
 
         def activations_of(module: str) -> str | None:
             where = groups.of(module)
             return None if where is None else schemes[where]
 
         return activations_of
+
+
+def input_arguments(config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any]]:
+    """A function from a module to the quantization arguments of its input; empty without any.
+
+    Args:
+        config: a `quantization_config` of this dialect.
+
+    Raises:
+        CheckpointError: a field has the wrong type.
+    """
+    groups = _Groups(config)
+    stated = {
+        where: mapping_field(group, "input_activations", where)
+        for where, group in groups.by_place.items()
+    }
+    return lambda module: stated.get(groups.of(module) or "", {})
 
 
 class _Groups:
@@ -324,6 +347,11 @@ def _format_of_group(
             # Those that are read-only take more widths of groups, and dtypes of scales.
             return max(matching, key=lambda name: schemes[name].encoding.read_only)
         differences = {name: f"weights{difference}" for name, difference in by_weights.items()}
+    if not differences:
+        return UnsupportedError(
+            f"{where}.format is {show(stated)}, which moequant reads only as a source; convert it: "
+            "moequant convert SOURCE OUTPUT --format NAME"
+        )
     # Of a format with these weights, if there is one.
     listed = sorted(differences.items(), key=lambda item: str(item[1]).startswith("weights"))
     name, difference = listed[0]

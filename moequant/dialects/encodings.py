@@ -58,6 +58,11 @@ class Encoding:
         self._code_dtypes = codes or (self.format.qdata_dtype,)
         self._scale_dtypes = scales or (self.format.scale_dtype,)
 
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The suffixes of its scales."""
+        return tuple(s for s in self.suffixes[1:] if s not in ("weight", "weight_shape"))
+
     def decode(
         self, module: str, tensors: _Tensors, *, block: Block | None = None
     ) -> QuantizedWeight:

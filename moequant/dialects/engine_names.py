@@ -6,12 +6,13 @@ Engines look up the merged layer in a quantization_config, so a list may name it
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from moequant.dialects.names import is_expert
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 _MERGED = {
     "gate_proj": "gate_up_proj",
@@ -20,9 +21,10 @@ _MERGED = {
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
 }
-_LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
-_MERGED_IN_VLLM = _MERGED | dict.fromkeys(_LATENT, "fused_qkv_a_proj")
-_MERGED_IN_SGLANG = _MERGED | dict.fromkeys(_LATENT, "fused_qkv_a_proj_with_mqa")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+"""The projections to the latent space of MLA."""
+_MERGED_IN_VLLM = _MERGED | dict.fromkeys(LATENT, "fused_qkv_a_proj")
+_MERGED_IN_SGLANG = _MERGED | dict.fromkeys(LATENT, "fused_qkv_a_proj_with_mqa")
 
 # vLLM renames the language model of a vision model, and plain names in lists with it.
 _RENAMED = ("model.language_model.", "language_model.model.")
@@ -34,6 +36,14 @@ def in_vllm(name: str) -> str:
     return there + name.removeprefix(here) if name.startswith(here) else name
 
 
+def names_of(module: str) -> tuple[str, ...]:
+    """A module's names, where it is in the language model of a vision model both of these."""
+    here, there = _RENAMED
+    if module.startswith(there):
+        return module, here + module.removeprefix(there)
+    return tuple(dict.fromkeys((module, in_vllm(module))))
+
+
 def merged_in_vllm(module: str) -> str:
     """The layer into which vLLM merges a linear layer; itself if into none, as an expert's."""
     return _merged(module, _MERGED_IN_VLLM)
@@ -42,6 +52,33 @@ def merged_in_vllm(module: str) -> str:
 def merged_in_sglang(module: str) -> str:
     """The layer into which SGLang merges a linear layer; itself if into none, as an expert's."""
     return _merged(module, _MERGED_IN_SGLANG)
+
+
+def merged_layers(modules: Iterable[str], merged_in: Callable[[str], str]) -> set[str]:
+    """The layers into which an engine merges two or more of `modules`.
+
+    Args:
+        modules: linear layers, as files name them.
+        merged_in: `merged_in_vllm` or `merged_in_sglang`.
+    """
+    parts = Counter(merged for m in modules if (merged := merged_in(m)) != m)
+    return {merged for merged, number in parts.items() if number > 1}
+
+
+def with_merged_layers(
+    kept: Collection[str], converted: Iterable[str], *merged_in: Callable[[str], str]
+) -> set[str]:
+    """Kept modules, and the layers into which engines merge them and nothing else.
+
+    Args:
+        kept: modules that stay as they are.
+        converted: the other linear layers.
+        merged_in: for each engine, `merged_in_vllm` or `merged_in_sglang`.
+    """
+    found, others = {*kept}, [*converted]
+    for merge in merged_in:
+        found |= merged_layers(kept, merge) - {*map(merge, others)}
+    return found
 
 
 def _merged(module: str, merged: Mapping[str, str]) -> str:

@@ -7,6 +7,9 @@ Decisions, each with the failure it prevents:
 
 * `modules_to_not_convert` has the full name of every kept module, because vLLM compares whole names
   and would build an FP8 layer around a BF16 weight.
+* Beside kept projections to the latent space of MLA, the list has the layer into which SGLang
+  merges them. Its class for glm4_moe_lite finds it only by that name; of other merged layers it
+  knows the parts in this dialect.
 * A kept block of experts is listed as `model.layers.3.mlp.experts`, not expert by expert, because
   transformers looks up the block, which longer names do not match.
 * No `scale_fmt`, although the scales are powers of two: it says how scales are *stored*. With it,
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
+from moequant.dialects.engine_names import LATENT, merged_in_sglang, with_merged_layers
 from moequant.dialects.names import KeptModules, format_by_role
 from moequant.dialects.schemes import FP8
 
@@ -64,12 +68,14 @@ class Fp8(Dialect):
         others: list[str],
         static: Collection[str],
     ) -> dict[str, Any]:
+        latent = [name for name in others if name.rpartition(".")[2] in LATENT]
+        merged = with_merged_layers(latent, formats, merged_in_sglang)
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
-            "modules_to_not_convert": sorted(blocks + others),
+            "modules_to_not_convert": sorted({*blocks, *others, *merged}),
         }
 
     def claims(self, quantization_config: Mapping[str, Any]) -> bool:

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.dialects.base import Dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG as _WHERE
 from moequant.dialects.config_fields import as_mapping, key_text, mapping_field, names_field
-from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm
+from moequant.dialects.engine_names import merged_in_sglang, merged_in_vllm, names_of
 from moequant.dialects.modelopt_names import KeptInSglang, KeptInVllm
 from moequant.dialects.names import expert_block
 from moequant.dialects.schemes import MODELOPT
@@ -257,13 +257,7 @@ def _algorithms_but_kept(config: Mapping[str, Any]) -> Callable[[str], _Algorith
 
 def _enclosing(module: str) -> Iterator[str]:
     """A module and its parents, under both names that vision models use for the language model."""
-    here, there = "model.language_model.", "language_model.model."
-    names = [module]
-    if module.startswith(here):
-        names.append(there + module.removeprefix(here))
-    elif module.startswith(there):
-        names.append(here + module.removeprefix(there))
-    for name in names:
+    for name in names_of(module):
         while name:
             yield name
             name = name.rpartition(".")[0]

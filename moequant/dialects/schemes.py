@@ -15,7 +15,7 @@
 | Fp8Tensors | E4M3 [N, K] | FP32 [1], in MODELOPT [] | |
 
 Read-only: Fp8BlocksFlexible, as Fp8Blocks with either name of the scale, also four-dimensional;
-Int4Groups, as Int4Packed with groups of any size.
+Int4Groups, as Int4Packed with groups of any size, also with one code in a byte.
 
 Sources: compressed-tensors 0.20, `compressors/`; DeepSeek-V3, inference/kernel.py (Fp8Blocks);
 NVIDIA/Model-Optimizer 0.47, `torch/export/` and `torch/quantization/qtensor/` (MODELOPT).
@@ -353,10 +353,29 @@ class Int4Signed(Encoding):
 
 
 class Int4Groups(Int4Packed):
-    """`int4`: as `Int4Packed`, with groups of any size and scales of any float dtype; read-only."""
+    """`int4`: as `Int4Packed`, with groups of any size and scales of any float dtype; read-only.
+
+    Codes may also be `weight`, I8 [N, K], one from -8 to 7 in each byte.
+    """
 
     def __init__(self) -> None:
         super().__init__("int4", read_only=True)
+        self.suffixes += ("weight",)
+
+    def _read_codes(self, tensors: _Tensors, name: str) -> tuple[Tensor, torch.Size]:
+        unpacked = f"{name.removesuffix('weight_packed')}weight"
+        if name in tensors or unpacked not in tensors:
+            return super()._read_codes(tensors, name)
+        codes = read_matrix(tensors, unpacked, torch.int8)
+        check_columns(unpacked, codes.shape[1], self.format.codes_per_byte)
+        if has_values(codes) and codes.numel() and not -8 <= codes.min() <= codes.max() <= 7:
+            raise CheckpointError(
+                f"{unpacked}: codes from {codes.min()} to {codes.max()}, but INT4 has -8 to 7; "
+                "fetch or convert the checkpoint again"
+            )
+        low, high = codes.view(torch.uint8)[:, ::2], codes.view(torch.uint8)[:, 1::2]
+        # On the meta device, arithmetic would make torch import its compiler, as above.
+        return (low & 15 | high << 4) if has_values(codes) else low, codes.shape
 
     def _check_columns(self, name: str, K: int) -> None:
         """Any number of columns; `_read_scale` says what divides them."""
@@ -489,7 +508,7 @@ COMPRESSED_TENSORS = _by_format(
     ),
     Scheme(
         encoding=Int4Groups(),
-        names=("pack-quantized",),
+        names=("pack-quantized", "int-quantized"),
         strategies=("channel",),
         any_group=True,
     ),

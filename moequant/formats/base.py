@@ -188,6 +188,8 @@ class Format:
     KL divergence from the unquantized model changed, by docs/quality.md."""
     has_gaussian_search: ClassVar[bool] = False
     """Whether recipes may ask for a weighted search by mean squares that weights predict."""
+    gptq_options: ClassVar[Mapping[str, str]] = {}
+    """Options that have other defaults where GPTQ chooses the codes."""
     ordinary_error: ClassVar[float] = 0.0
     """Most relative error, in the Frobenius norm, of Gaussian weights that are converted to it."""
     least_scale: ClassVar[float] = 0.0

@@ -186,7 +186,7 @@ def _write(
             for layer, (layout, scheme) in layouts.items()
         }
     manifest = Manifest(
-        schema_version=3,
+        schema_version=4,
         moequant=__version__,
         target=target,
         originals=originals,

@@ -14,7 +14,7 @@ from moequant.conversion.reproduce import (
     recipe_file,
 )
 from moequant.formats import CONVERTIBLE
-from moequant.publishing.markdown import code_block, link, table
+from moequant.publishing.markdown import code_block, link, plain, table
 from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
 from moequant.storage.model_card import mark_of
@@ -47,7 +47,7 @@ class CardFacts:
         engines: how engines serve it.
         quality: figures of an evaluation, if there are any.
         report: path of a report in the repository, if there is one.
-        pictures: paths of pictures in the repository.
+        pictures: captions of pictures, which may be empty, by path in the repository.
     """
 
     repo_id: str
@@ -60,7 +60,7 @@ class CardFacts:
     engines: Sequence[ServedBy]
     quality: Quality | None
     report: str | None
-    pictures: Sequence[str]
+    pictures: Mapping[str, str]
 
     @property
     def formats(self) -> list[str]:
@@ -272,8 +272,9 @@ def _pictures(facts: CardFacts) -> Iterator[str]:
         yield "## Report"
     if facts.report is not None:
         yield f"{link(facts.report, facts.report)} is a page to download and open in a browser."
-    for picture in facts.pictures:
+    for picture, caption in facts.pictures.items():
         name = picture.rpartition("/")[2].rpartition(".")[0]
+        yield from [f"{plain(caption)}:"] if caption else []
         yield f"!{link(name, picture)}"
 
 

@@ -32,5 +32,10 @@ def link(text: str, path: str) -> str:
     return f"[{escaped}]({quote(path)})"
 
 
+def plain(text: str) -> str:
+    """A text in one line, without what Markdown or HTML would take for markup."""
+    return re.sub(r"([\\`*_\[\]<>#|~])", r"\\\1", " ".join(text.split()))
+
+
 def _cell(cell: object) -> str:
     return " ".join(str(cell).split()).replace("|", "\\|")

@@ -14,6 +14,7 @@ from moequant.publishing.files import PublishedFile, checkpoint_files, left_out
 from moequant.publishing.metadata import NO_CARD, SourceCard, read_card
 from moequant.publishing.quality import read_quality
 from moequant.publishing.serving import serving_of
+from moequant.reporting import pictures_of
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER, RECORD_FILE
@@ -116,7 +117,7 @@ def plan_push(
     verified = as_verified(verification) if verification else read_verified(path)
     not_verified = changed or why_not_verified(path, verified, targets)
     source_card = _source_card(path, record)
-    extras = _extras(report, pictures)
+    extras, captions = _extras(report, pictures)
     base = base_model or _recorded_source(record) or source_card.base_model
     checkpoint = Checkpoint.open(path)
     card = model_card(
@@ -131,7 +132,7 @@ def plan_push(
             engines=serving_of(checkpoint, repo_id, revision),
             quality=None if quality is None else read_quality(Path(quality), path),
             report=None if report is None else extras[0].name,
-            pictures=[file.name for file in extras[report is not None :]],
+            pictures=captions,
         )
     )
     return PushPlan(
@@ -224,20 +225,34 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     return size_by_role(roles_of(checkpoint.tensors.values(), architecture, converted))
 
 
-def _extras(report: str | Path | None, pictures: Sequence[str | Path]) -> list[PublishedFile]:
-    """The report, then pictures."""
+def _extras(
+    report: str | Path | None, pictures: Sequence[str | Path]
+) -> tuple[list[PublishedFile], dict[str, str]]:
+    """The report, then the pictures given and those in it; and the captions of pictures by name."""
     pages = [] if report is None else [Path(report)]
     given = [Path(picture) for picture in pictures]
     for what, paths, suffixes in (("page", pages, _PAGES), ("picture", given, PICTURES)):
         wrong = next((p for p in paths if p.suffix.lower() not in suffixes), None)
         if wrong is not None:
             raise MoequantError(f"{wrong}: not a {what}; give files {', '.join(suffixes)}")
-    files = pages + given
-    names = [f"{REPORT_FOLDER}/{_published_name(file)}" for file in files]
+    files: list[tuple[str, Path | bytes]] = [
+        (_published_name(file), file) for file in pages + given
+    ]
+    captions = {f"{REPORT_FOLDER}/{name}": "" for name, _ in files[len(pages) :]}
+    for picture in (p for page in pages for p in pictures_of(_text_of(page))):
+        files.append((f"{picture.name}.svg", picture.svg.encode()))
+        captions.setdefault(f"{REPORT_FOLDER}/{picture.name}.svg", picture.caption)
+    names = [f"{REPORT_FOLDER}/{name}" for name, _ in files]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise MoequantError(f"{twice}: two files would have this name; rename one")
-    return [PublishedFile.of(name, file) for name, file in zip(names, files, strict=True)]
+    extras = [PublishedFile.of(name, file) for name, (_, file) in zip(names, files, strict=True)]
+    return extras, captions
+
+
+def _text_of(page: Path) -> str:
+    """The text of a page, which other tools may have made: what is no UTF-8 is replaced."""
+    return FixedFile.at(page).path.read_text("utf-8", errors="replace")
 
 
 def _published_name(file: Path) -> str:

@@ -36,9 +36,12 @@ from moequant.formats.w4a8 import (
     CHANNEL_SCALE_MIN,
     GROUP,
     GROUP_SCALE_MAX,
+    LARGEST_CODE,
+    NEAR_STEPS,
     SCALE_MAX,
     SEARCH_FACTORS,
     TABLE_HEADROOM,
+    WEIGHTED_FACTORS,
 )
 from moequant.quantizers import e2m1
 from moequant.quantizers.base import UnavailableError
@@ -443,6 +446,16 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
     zero = f.constant(I64, 0)
     largest = f.variable(f.constant(Type(source.element), 0))
 
+    weighted = options["search"] == WEIGHTED
+    wide = weighted and options["search_range"] == "wide"
+    factors = WEIGHTED_FACTORS if wide else SEARCH_FACTORS
+    tried = [f.constant(F32, number) for number in factors if options["search"] != "none"]
+
+    def importance_of(group: Value) -> Value | None:
+        if not weighted:
+            return None
+        return f.load(Type("float", GROUP), f.parameter("importance"), group * GROUP)
+
     def code(x: Value, scale: Value) -> Value:
         if source.dtype == "float32":
             return encode_int4(x / scale.splat(x.type.lanes))
@@ -459,22 +472,30 @@ def w4a8(format: Format, source: Source, options: Mapping[str, str]) -> Function
                 high, low = source.extremes(stored)
                 largest.set(largest.get().umax(high).umax(low))
                 step = _step(source, high, low)
-                if options["search"] != "none":
-                    importance = None
-                    if options["search"] == WEIGHTED:
-                        in_row = (index - start) * GROUP
-                        numbers = Type("float", GROUP)
-                        importance = f.load(numbers, f.parameter("importance"), in_row)
-                    step = step * _best_factor(source.float(stored), step, importance)
+                if tried:
+                    importance = importance_of(index - start)
+                    step = step * _best(source.float(stored), step, tried, tried, importance)
                 row_max.set(row_max.get().umax(step.bitcast("i32")))
                 f.store(step, scales, index - first)
-            row_scale = _row_scale(row_max.get()).splat(_GROUPS)
+            row_scale = _row_scale(row_max.get())
             # Goes beyond the row's end, where the next row puts its steps after that.
-            with f.loop(start, start + groups, _GROUPS) as index:
-                steps = f.load(Type("float", _GROUPS), scales, index - first)
-                in_row = (steps / row_scale).clamp(E4M3_SMALLEST, GROUP_SCALE_MAX)
-                scale = round_to_bfloat16(E4M3.decode(E4M3.encode(in_row)) * row_scale)
-                f.store(widen_bfloat16(scale), scales, index - first)
+            together = 1 if wide else _GROUPS
+            with f.loop(start, start + groups, together) as index:
+                step = f.load(Type("float", together), scales, index - first)
+                group_code = _group_code(step, row_scale)
+                scale = _scale_of_code(group_code, row_scale)
+                if wide:
+                    stored = source.load(f, w, index * GROUP, GROUP)
+                    near = [scale]
+                    for more in NEAR_STEPS:
+                        beside = (group_code + more).smax(1).umin(LARGEST_CODE)
+                        near.append(_scale_of_code(beside, row_scale))
+                    ratios = [one / _unit(step) for one in near]
+                    importance = importance_of(index - start)
+                    best = _best(source.float(stored), step, ratios, near, importance)
+                    # The row's scales follow from its largest.
+                    scale = scale.where(step.bitcast("i32").equals(row_max.get()), best)
+                f.store(scale, scales, index - first)
         with f.loop(first, bottom * groups, 1) as index:
             scale = f.load(F32, scales, index - first)
             f.store(round_to_bfloat16(scale), f.parameter("scale"), index)
@@ -501,17 +522,39 @@ def _step(source: Source, high: Value, low: Value) -> Value:
     return above.bitcast("i32").umax(below.bitcast("i32")).bitcast("float")
 
 
-def _best_factor(w: Value, step: Value, importance: Value | None) -> Value:
-    f = w.function
-    x = w / f.constant(F32, 1.0).where(step.equals(0), step).splat(GROUP)
-    best, least = f.constant(F32, 1.0), f.constant(F32, float("inf"))
-    for factor in SEARCH_FACTORS:
-        off = round_int4(x / factor) * factor - x
+def _best(
+    w: Value,
+    step: Value,
+    factors: list[Value],
+    results: list[Value],
+    importance: Value | None,
+) -> Value:
+    """The result beside the factor of `step` with the least squared error of a group."""
+    x = w / _unit(step).splat(GROUP)
+    best, least = results[0], w.function.constant(F32, float("inf"))
+    for factor, result in zip(factors, results, strict=True):
+        wide = factor.splat(GROUP)
+        off = round_int4(x / wide) * wide - x
         squares = off * off if importance is None else off * off * importance
         error = group_sum(squares)
         better = error < least
-        best, least = f.constant(F32, factor).where(better, best), error.where(better, least)
+        best, least = result.where(better, best), error.where(better, least)
     return best
+
+
+def _unit(step: Value) -> Value:
+    return step.function.constant(F32, 1.0).where(step.equals(0), step)
+
+
+def _group_code(step: Value, row_scale: Value) -> Value:
+    """The E4M3 code of the group scale nearest to each step."""
+    in_row = step / row_scale.splat(step.type.lanes)
+    return E4M3.encode(in_row.clamp(E4M3_SMALLEST, GROUP_SCALE_MAX))
+
+
+def _scale_of_code(code: Value, row_scale: Value) -> Value:
+    scale = E4M3.decode(code) * row_scale.splat(code.type.lanes)
+    return widen_bfloat16(round_to_bfloat16(scale))
 
 
 def _row_scale(row_max_bits: Value) -> Value:

@@ -22,7 +22,9 @@ def calibration_section(calibration: Mapping[str, Any]) -> Markup:
     data = calibration["data"]
     tokens = {layer["layer"]: layer["tokens"] for layer in layers}
     every = [number for row in tokens.values() for number in row]
-    scale = Scale.of(every, lambda number: f"{number:.0f} tokens")
+    # To the largest: loads differ by orders, and many tokens are no fault.
+    scale = Scale(low=0, high=max(every, default=0), show=lambda number: f"{number:,.0f} tokens")
+    none = {(layer["layer"], expert) for layer in layers for expert in layer["unrouted"]}
     text = (
         f"{data['tokens']:,} tokens in {data['windows']:,} windows. Of "
         f"{calibration['experts'] * len(layers):,} experts, {unrouted:,} saw no token and have "
@@ -36,8 +38,8 @@ def calibration_section(calibration: Mapping[str, Any]) -> Markup:
         element(
             "figure",
             element("figcaption", "Tokens that each expert saw"),
-            heat_map("Tokens by layer and expert", tokens, scale),
-            color_key(scale, every, marked=False),
+            heat_map("Tokens by layer and expert", tokens, scale, marked=none),
+            color_key(scale, every, marked="no token" if none else None),
         ),
         element("details", element("summary", "By layer"), _table(calibration)),
     )

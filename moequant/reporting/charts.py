@@ -42,9 +42,16 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, int]], largest: int
 
 
 def value_bars(
-    title: str, bars: Sequence[tuple[str, float, float | None]], floor: float | None
+    title: str,
+    bars: Sequence[tuple[str, float, float | None]],
+    floor: float | None,
+    *,
+    picture: str | None = None,
 ) -> Markup:
-    """Horizontal bars with a name, value and standard error each; `floor` is a dashed line."""
+    """Horizontal bars with a name, value and standard error each; `floor` is a dashed line.
+
+    `picture` is the name under which `pictures_of` finds it.
+    """
     label, width = 220, _WIDTH - 220 - 130
     largest = max([value + (error or 0) for _, value, error in bars] + [floor or 0, 1e-300])
     parts = []
@@ -70,7 +77,7 @@ def value_bars(
             element("text", f"noise floor {number(floor)}", x=f"{x:.1f}", y=height + 14),
         ]
         height += 20
-    return _picture(title, parts, _WIDTH, height)
+    return _picture(title, parts, _WIDTH, height, picture=picture)
 
 
 def histogram(
@@ -117,10 +124,12 @@ def _entries(roles: Sequence[str]) -> Iterator[Markup]:
         yield element("span", element("i", class_=f"swatch {role_color(role)}"), role)
 
 
-def _picture(title: str, parts: Sequence[Markup], width: int, height: int) -> Markup:
+def _picture(
+    title: str, parts: Sequence[Markup], width: int, height: int, *, picture: str | None = None
+) -> Markup:
     return element(
-        "svg", element("title", title), parts, role="img", viewBox=f"0 0 {width} {height}",
-        width=width, height=height,
+        "svg", element("title", title), parts, role="img", data_picture=picture,
+        viewBox=f"0 0 {width} {height}", width=width, height=height,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def error_section(output: Mapping[str, Any]) -> Markup:
             "||w - dequantize(q)|| / ||w||, measured on the bytes on disk against the source.",
         ),
         _by_format(verification["formats"]),
-        _maps(verification["errors"], output["faulty_weights"] or []),
+        _maps(output),
         _worst(output),
         _details("By layer and role", _by_layer(verification["errors"])),
         _layers(verification["layers"]),
@@ -70,8 +70,8 @@ def _by_format(totals: Iterable[Mapping[str, Any]]) -> Markup:
     return join(table(columns, rows, caption="All weights of a format together"), note)
 
 
-def _maps(groups: Iterable[Mapping[str, Any]], faulty: Iterable[Mapping[str, Any]]) -> Markup:
-    faulty = list(faulty)
+def _maps(output: Mapping[str, Any]) -> Markup:
+    groups, faulty = output["verification"]["errors"], output["faulty_weights"] or []
     rows = {name: _rows(groups, projections) for name, projections in _MAPS.items()}
     rows = {name: own for name, own in rows.items() if own}
     if not rows:
@@ -81,13 +81,18 @@ def _maps(groups: Iterable[Mapping[str, Any]], faulty: Iterable[Mapping[str, Any
     figures = []
     for name, own in rows.items():
         marked = {(f["layer"], f["expert"]) for f in faulty if f["projection"] in _MAPS[name]}
-        title = f"Error of {name} by layer and expert"
+        title = (
+            f"Error of {name} in {output['name']} by layer and expert, from "
+            f"{scale.show(scale.low)} (dark) to {scale.show(scale.high)} (bright)"
+        )
         caption = f"{name[0].upper()}{name[1:]}"
         figures.append(
             element(
                 "figure",
                 element("figcaption", caption),
-                heat_map(title, own, scale, marked=marked),
+                heat_map(
+                    title, own, scale, marked=marked, picture=f"errors-{name.replace(' ', '-')}"
+                ),
             )
         )
     return element(
@@ -95,7 +100,7 @@ def _maps(groups: Iterable[Mapping[str, Any]], faulty: Iterable[Mapping[str, Any
         element("h3", "By layer and expert"),
         element("p", "Of gate and up, the larger error of the two. The table below has numbers."),
         figures,
-        color_key(scale, values, marked=bool(faulty)),
+        color_key(scale, values, marked="a problem names it" if faulty else None),
     )
 
 

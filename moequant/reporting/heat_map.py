@@ -83,6 +83,7 @@ def heat_map(
     scale: Scale,
     *,
     marked: Collection[tuple[int, int]] = (),
+    picture: str | None = None,
 ) -> Markup:
     """A picture with axes, as an element `svg`.
 
@@ -91,6 +92,7 @@ def heat_map(
         rows: by layer, the value of each expert; None where there is none.
         scale: the colors.
         marked: pairs of layer and expert that get a frame, such as faulty ones.
+        picture: name under which `pictures_of` finds it.
     """
     layers = sorted(rows)
     columns = max((len(values) for values in rows.values()), default=0)
@@ -102,7 +104,7 @@ def heat_map(
         bytes(map(scale.index, (*rows[layer], *[None] * (columns - len(rows[layer])))))
         for layer in layers
     ]
-    picture = element(
+    image = element(
         "image", href=png_uri(pixels, _PALETTE), x=_LEFT, y=_TOP, width=width, height=height,
         preserveAspectRatio="none", class_="cells",
     )  # fmt: skip
@@ -118,20 +120,26 @@ def heat_map(
     return element(
         "svg",
         element("title", title),
-        picture,
+        image,
         frame,
         frames,
         _layer_axis(layers, cell[1]),
         _expert_axis(columns, cell[0], _TOP + height),
         role="img",
+        data_picture=picture,
         viewBox=f"0 0 {_LEFT + width + 12} {_TOP + height + _BOTTOM}",
         width=_LEFT + width + 12,
         height=_TOP + height + _BOTTOM,
     )
 
 
-def color_key(scale: Scale, values: Collection[float | None], *, marked: bool) -> Markup:
-    """What the colors stand for: a strip from low to high, and what else is among `values`."""
+def color_key(
+    scale: Scale, values: Collection[float | None], *, marked: str | None = None
+) -> Markup:
+    """What the colors stand for: a strip from low to high, and what else is among `values`.
+
+    `marked` says what a frame means, if there are any.
+    """
     strip = png_uri([bytes(range(1, _STEPS + 1))], _PALETTE)
     parts = [
         element("span", scale.show(scale.low)),
@@ -151,7 +159,7 @@ def color_key(scale: Scale, values: Collection[float | None], *, marked: bool) -
     if None in values:
         parts.append(element("span", element("i", class_="swatch missing"), "not measured"))
     if marked:
-        parts.append(element("span", element("i", class_="swatch marked"), "a problem names it"))
+        parts.append(element("span", element("i", class_="swatch marked"), marked))
     return element("p", parts, class_="key")
 
 

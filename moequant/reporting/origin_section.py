@@ -70,6 +70,8 @@ def _of_conversion(conversion: Mapping[str, Any] | None) -> dict[str, str | Mark
         time += f", {size(round(rate))}/s of the source"
     workers = count(conversion["workers"], "worker")
     memory = f"{size(conversion['peak_bytes'])} by the plan, {workers}"
+    if (held := conversion["resident_bytes"]) is not None:
+        memory += f"; the process with Python and torch held at most {size(held)}"
     return {"time of the conversion": time, "peak memory": memory}
 
 

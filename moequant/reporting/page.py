@@ -14,7 +14,7 @@ from moequant.reporting.code_section import code_section
 from moequant.reporting.engine_section import engine_section
 from moequant.reporting.error_section import error_section
 from moequant.reporting.glance import comparison, tiles, verdict
-from moequant.reporting.markup import Markup, code, element, join
+from moequant.reporting.markup import Markup, element, join
 from moequant.reporting.origin_section import origin_section
 from moequant.reporting.quality_section import quality_section
 from moequant.reporting.size_section import size_section
@@ -82,7 +82,9 @@ def _gaps(document: Mapping[str, Any], *, several: bool) -> Iterator[Markup]:
             "li",
             element("b", f"{gap['of']}: ") if several else "",
             gap["what"],
-            join(" To measure it: ", code(gap["how"])) if gap["how"] else "",
+            join(" To measure it: ", element("code", gap["how"], class_="command"))
+            if gap["how"]
+            else "",
         )
         for gap in document["not_measured"]
     ]

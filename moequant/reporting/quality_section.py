@@ -37,7 +37,9 @@ def _evaluation(evaluation: Mapping[str, Any]) -> Markup:
         else "The noise floor was not measured."
     )
     bars = [(test["name"], test["kl_mean"], test["kl_mean_se"]) for test in tests]
-    chart = value_bars("Mean KL divergence", bars, floor and floor["kl_mean"]) if bars else ""
+    title = "Mean KL divergence from the reference, with standard errors"
+    mean = floor and floor["kl_mean"]
+    chart = value_bars(title, bars, mean, picture="kl-divergence") if bars else ""
     return join(element("p", text), chart, _table(evaluation))
 
 

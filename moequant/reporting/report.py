@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +25,7 @@ from moequant.reporting.saved import (
 from moequant.statistics import Statistics
 from moequant.storage.files import RECORD_FILE
 from moequant.storage.hub_folder import open_headers
+from moequant.storage.process_memory import peak_resident_bytes
 from moequant.storage.reader import FixedFile
 from moequant.verification import check_integrity, verify
 from moequant.verification.stored import existing_directory
@@ -153,7 +152,7 @@ def make_report(
         "made": {
             "at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "seconds": round(time.monotonic() - started, 3),
-            "peak_bytes": _peak_bytes(),
+            "peak_bytes": peak_resident_bytes(),
         },
         "source": None if against is None else str(against),
         "outputs": outputs,
@@ -287,9 +286,3 @@ def _calibration(statistics: Statistics) -> dict[str, Any]:
         "hessian": record.hessian,
         "layers": [statistics.coverage(layer) for layer in statistics.layers],
     }
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

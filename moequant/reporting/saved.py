@@ -144,6 +144,7 @@ class _Conversion(_Ignoring):
     output_bytes: _Count
     workers: _Count
     peak_bytes: _Count
+    resident_bytes: _Count | None = None
     seconds: _Number
     resumed_shards: _Count
 

@@ -10,10 +10,10 @@ def percent(value: float | None) -> str:
     """A share or relative error with three significant digits: 9.52 %."""
     if value is None:
         return NONE
-    if value and abs(value) < 5e-6:
-        return f"{value:.1e}"
-    if value == 1:
-        return "100 %"
+    if value in (0, 1):
+        return f"{100 * value:.0f} %"
+    if abs(value) < 5e-6:
+        return f"{100 * value:.1e} %"
     digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
     return f"{100 * value:.{digits}f} %"
 

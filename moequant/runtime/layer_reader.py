@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moequant.act_fn import ActFn
     from moequant.formats import QuantizedWeight
     from moequant.runtime.activations import ActivationsChoice
-    from moequant.runtime.backends import PackedExperts
+    from moequant.runtime.backends import Backend, Layout, PackedExperts
     from moequant.runtime.prepared import LayerFile, PreparedCheckpoint
     from moequant.storage.checkpoint import TensorRange
     from moequant.weights.converted import ConvertedCheckpoint
@@ -97,31 +97,33 @@ class LayerReader:
             CheckpointError: as `read`; or a prepared layer is stale.
             UnsupportedError: as `read`; or no backend runs the experts on the device.
         """
-        scales = self._input_scales(layer, experts, activations)
         if self._prepared is None:
             weights = self.read(layer, experts)
-            if scales:
+            if scales := self._input_scales(layer, experts, activations):
                 weights = weights.with_input_scales(scales)
             return pack_experts(weights, backend=backend, activations=activations)
-        file, layout, format = self._prepared.open_layer(layer)
-        moe = self.converted.moe
-        workload = Workload(
-            format=format,
-            activations=scheme_of(format, activations, static=bool(scales)),
-            experts=len(experts),
-            hidden=moe.hidden,
-            intermediate=moe.intermediate,
-            device=self.device,
-            act_fn=act_fn_of(self.converted, layer),
-            bias="w2_bias" in file.tensors,
-        )
-        chosen = select(workload, backend)
-        check_input_scales(scales, format)
-        with torch.inference_mode(mode=False):
-            tensors = self._read_file(file, experts) | name_input_scales(scales)
-            if chosen.layout != layout:
-                tensors = chosen.layout.pack(layout.unpack(tensors, workload))
-            return chosen.load(tensors, workload)
+        ((_, packed),) = self._load_prepared([(layer, activations)], experts, backend)
+        return packed
+
+    def load_each(
+        self,
+        layers: Iterable[int],
+        experts: Sequence[int],
+        *,
+        backend: str | None = None,
+        activations: ActivationsChoice = "format",
+    ) -> Iterator[tuple[int, PackedExperts]]:
+        """As `load` for one layer after another, with activations by `choose_activations`.
+
+        Of a prepared folder the next layer is on its way while one is completed; memory on the
+        device is taken for both.
+        """
+        chosen = ((layer, self.choose_activations(layer, activations)) for layer in layers)
+        if self._prepared is not None:
+            yield from self._load_prepared(chosen, experts, backend)
+            return
+        for layer, wanted in chosen:
+            yield layer, self.load(layer, experts, backend=backend, activations=wanted)
 
     def choose_activations(self, layer: int, activations: ActivationsChoice) -> ActivationsChoice:
         """What "format" stands for, where config.json says more than the format; else as given.
@@ -149,27 +151,64 @@ class LayerReader:
         scales = self.converted.read_input_scales(layer, experts)
         return {name: scale.to(self.device) for name, scale in scales.items()}
 
-    def _read_file(self, file: LayerFile, experts: Sequence[int]) -> dict[str, Tensor]:
-        """The tensors of a prepared layer, for `experts`."""
-        tensors = {
-            name: torch.empty(
-                (len(experts), *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
-            )
-            for name, info in file.tensors.items()
-        }
+    def _load_prepared(
+        self,
+        layers: Iterable[tuple[int, ActivationsChoice]],
+        experts: Sequence[int],
+        backend: str | None,
+    ) -> Iterator[tuple[int, PackedExperts]]:
+        """Layers of the prepared folder, each with its activations."""
 
         def reads() -> Iterator[Read]:
-            for name, info in sorted(file.tensors.items(), key=lambda item: item[1].start):
-                if list(experts) == list(range(info.shape[0])):
-                    yield Read(file=file.file, start=info.start, target=tensors[name])
-                    continue
-                for row, expert in enumerate(experts):
-                    start = file.expert(name, expert).start
-                    yield Read(file=file.file, start=start, target=tensors[name][row])
+            for layer, activations in layers:
+                yield from self._begin(layer, experts, backend, activations).reads(experts)
 
-        for _ in self.staging.stream(reads()):
-            pass
-        return tensors
+        with closing(self.staging.stream(reads())) as stream:
+            for read in stream:
+                if isinstance(read.what, _PreparedLayer):
+                    yield read.what.layer, read.what.complete()
+
+    def _begin(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        backend: str | None,
+        activations: ActivationsChoice,
+    ) -> _PreparedLayer:
+        """Room for a layer of the prepared folder, and what shall become of it."""
+        assert self._prepared is not None
+        scales = self._input_scales(layer, experts, activations)
+        file, layout, format = self._prepared.open_layer(layer)
+        moe = self.converted.moe
+        workload = Workload(
+            format=format,
+            activations=scheme_of(format, activations, static=bool(scales)),
+            experts=len(experts),
+            hidden=moe.hidden,
+            intermediate=moe.intermediate,
+            device=self.device,
+            act_fn=act_fn_of(self.converted, layer),
+            bias="w2_bias" in file.tensors,
+        )
+        chosen = select(workload, backend)
+        check_input_scales(scales, format)
+        # Tensors of that mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            tensors = {
+                name: torch.empty(
+                    (len(experts), *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
+                )
+                for name, info in file.tensors.items()
+            }
+        return _PreparedLayer(
+            layer=layer,
+            file=file,
+            layout=layout,
+            workload=workload,
+            backend=chosen,
+            tensors=tensors,
+            input_scales=name_input_scales(scales),
+        )
 
     def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
         """The weights of `experts`, at least one, of a layer of the converted checkpoint.
@@ -297,6 +336,52 @@ def act_fn_of(converted: ConvertedCheckpoint, layer: int) -> ActFn:
     except UnsupportedError as error:
         raise UnsupportedError(f"{converted.checkpoint.path / 'config.json'}: {error}") from error
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PreparedLayer:
+    """A layer of a prepared folder on its way to the device.
+
+    Attributes:
+        layer: its index.
+        file: where it is.
+        layout: of its tensors.
+        workload: of the layer.
+        backend: what shall run it.
+        tensors: its tensors by name, to be filled.
+        input_scales: static scales of activations by name, which the file does not have.
+    """
+
+    layer: int
+    file: LayerFile
+    layout: Layout
+    workload: Workload
+    backend: Backend
+    tensors: Mapping[str, Tensor]
+    input_scales: Mapping[str, Tensor]
+
+    def reads(self, experts: Sequence[int]) -> Iterator[Read]:
+        """What fills the tensors, in the order of the file; the last one has this as `what`."""
+        reads = []
+        for name, info in sorted(self.file.tensors.items(), key=lambda item: item[1].start):
+            target = self.tensors[name]
+            if list(experts) == list(range(info.shape[0])):
+                reads.append((info.start, target))
+                continue
+            for row, expert in enumerate(experts):
+                reads.append((self.file.expert(name, expert).start, target[row]))
+        for start, target in reads[:-1]:
+            yield Read(file=self.file.file, start=start, target=target)
+        start, target = reads[-1]
+        yield Read(file=self.file.file, start=start, target=target, what=self)
+
+    def complete(self) -> PackedExperts:
+        """The experts, once tensors are filled; packed again for a backend of another layout."""
+        with torch.inference_mode(mode=False):
+            tensors = {**self.tensors, **self.input_scales}
+            if self.backend.layout != self.layout:
+                tensors = self.backend.layout.pack(self.layout.unpack(tensors, self.workload))
+            return self.backend.load(tensors, self.workload)
 
 
 @dataclass(kw_only=True)

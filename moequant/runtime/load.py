@@ -100,12 +100,12 @@ def load_experts(
     layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
     _check(reader.converted, layers)
     loaded = {}
-    for number in layers:
-        wanted = reader.choose_activations(number, activations)
+    packed = reader.load_each(layers, chosen, backend=backend, activations=activations)
+    for number, weights in packed:
         loaded[number] = FusedExperts(
-            reader.load(number, chosen, backend=backend, activations=wanted),
+            weights,
             backend=backend,
-            activations=wanted,
+            activations=reader.choose_activations(number, activations),
             expert_map=None if experts is None else _expert_map(reader.converted, chosen, place),
         )
     return loaded[layers[0]] if one else loaded
@@ -162,14 +162,13 @@ def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> li
 
 
 def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
-    with_experts = converted.expert_layers()
     if len(set(layers)) != len(layers):
         raise UnsupportedError(f"layers {list(layers)}: must be all different")
     for layer in layers:
-        if layer not in with_experts:
+        if not converted.has_experts(layer):
             raise CheckpointError(
                 f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
-                f"{', '.join(map(str, with_experts))}"
+                f"{', '.join(map(str, converted.expert_layers()))}"
             )
         act_fn_of(converted, layer)
 

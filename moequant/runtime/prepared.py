@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from moequant.runtime.backends import backends
 from moequant.runtime.prepared_manifest import Manifest, add_originals, read_manifest
 from moequant.runtime.weights import weights_without_data
 from moequant.storage.buffers import tensor_bytes
+from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import sha256_of
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.headers import DTYPES, read_header
@@ -52,13 +53,18 @@ class LayerFile:
     remedy: str
 
     @classmethod
-    def open(cls, folder: Path, layer: int, manifest: Manifest) -> LayerFile:
+    def open(cls, folder: Path, layer: int, entry: PreparedLayer, remedy: str) -> LayerFile:
         """Check that the file is the one that was written for this layer.
+
+        Args:
+            folder: the prepared folder.
+            layer: which.
+            entry: what the manifest says of it.
+            remedy: what to do if it is another.
 
         Raises:
             CheckpointError: it is not there, damaged, or another layer's.
         """
-        entry, remedy = manifest.layers[layer], remedy_of(folder, manifest)
         path = folder / entry.file
         file = check_size(path, entry, remedy)
         if file.mtime_ns != entry.mtime_ns and sha256_of(path) != entry.sha256:
@@ -128,7 +134,9 @@ class PreparedCheckpoint:
         architecture: str | Path | None = None,
         quantized_activations: bool = False,
     ) -> PreparedCheckpoint:
-        """Read the manifest and the headers of the originals; see `ConvertedCheckpoint.open`.
+        """Read the manifest, and of the originals what it does not say.
+
+        Arguments and errors as `ConvertedCheckpoint.open`.
 
         Raises:
             CheckpointError: no manifest, or one of another folder, or the originals are not where
@@ -147,10 +155,16 @@ class PreparedCheckpoint:
                 f"{folder / MANIFEST_FILE}: target: must be {place.name}, as its folder is called, "
                 f"but found {manifest.target}; {remedy_of(folder, manifest)}"
             )
-        converted = ConvertedCheckpoint.open(
-            home.parent, architecture=architecture, quantized_activations=quantized_activations
+        converted = ConvertedCheckpoint.of(
+            Checkpoint.open_known(home.parent, manifest.originals),
+            architecture=architecture,
+            quantized_activations=quantized_activations,
         )
         return cls(folder=folder, manifest=manifest, converted=converted)
+
+    @cached_property
+    def _remedy(self) -> str:
+        return remedy_of(self.folder, self.manifest)
 
     def open_layer(self, layer: int) -> tuple[LayerFile, Layout, str]:
         """The file of a layer, the layout it is in, and its format.
@@ -166,7 +180,7 @@ class PreparedCheckpoint:
             raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
-        file = LayerFile.open(self.folder, layer, self.manifest)
+        file = LayerFile.open(self.folder, layer, entry, self._remedy)
         moe = self.converted.moe
         biased = "w2_bias" in file.tensors
         one = expected(layout, moe, entry.format, act_fn=moe.act_fn_of(layer), biased=biased)
@@ -185,8 +199,7 @@ class PreparedCheckpoint:
             for layer, entry in self.manifest.layers.items():
                 self._layout(layer, entry)
                 self._check_sizes(layer)
-                remedy = remedy_of(self.folder, self.manifest)
-                file = check_size(self.folder / entry.file, entry, remedy)
+                file = check_size(self.folder / entry.file, entry, self._remedy)
                 same_times = same_times and file.mtime_ns == entry.mtime_ns
         except MoequantError as error:
             return str(error)
@@ -201,7 +214,7 @@ class PreparedCheckpoint:
 
     def _layout(self, layer: int, entry: PreparedLayer) -> Layout:
         """The layout of the layer, if a backend reads it and config.json says the same format."""
-        if layer not in self.converted.expert_layers():
+        if not self.converted.has_experts(layer):
             raise self._stale(layer, "the converted checkpoint has no experts in it")
         stated = self.converted.format_of_experts(layer)
         if stated != entry.format:
@@ -237,8 +250,10 @@ class PreparedCheckpoint:
             raise self._stale(layer, "the converted checkpoint has other weights now")
 
     def _check_sizes(self, layer: int) -> None:
-        now, then = self.converted.checkpoint.file_bytes, self.manifest.originals
-        if now != {file: state[0] for file, state in then.items()}:
+        now, then = self.converted.checkpoint.file_state(), self.manifest.originals
+        if {file: state[0] for file, state in now.items()} != {
+            file: state[0] for file, state in then.items()
+        }:
             raise self._stale(layer, "the converted checkpoint has other files now")
 
     def _stale(self, layer: int, reason: str, *, same_formats: bool = True) -> CheckpointError:

@@ -111,14 +111,15 @@ class Manifest(_Strict):
         schema_version: of this file.
         moequant: version that wrote it.
         target: "sm90" or "sm100".
-        originals: [size, modification time in ns] of every weight file of the converted checkpoint
-            before it was read. Where all are the same now, so are the weights, as make has it.
-            Other names or sizes: the folder is stale. Other times alone, as after a copy or a
-            download: `originals_sha256` of the layer that is read decides; `prepare` writes again.
+        originals: [size, modification time in ns] of every weight file of the converted checkpoint,
+            and of its index, before they were read. Where all are the same now, so are the weights,
+            as make has it. Other names or sizes: the folder is stale. Other times alone, as after a
+            copy or a download: `originals_sha256` of the layer that is read decides; `prepare`
+            writes again.
         layers: by layer number.
     """
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     moequant: _Name
     target: _Known
     originals: dict[str, Annotated[list[_Time], Field(min_length=2, max_length=2)]]

@@ -6,10 +6,12 @@ Decisions, each with the failure it prevents:
   fit.
 * The buffer is divided into slots, which a few threads fill while others are copied. One thread
   reads from a disk, or the page cache, at a fraction of PCIe's bandwidth.
-* Adjacent ranges of a file are read together, and threads only read. Otherwise a few bytes of
+* Adjacent ranges of a file are read together, in pieces of megabytes. Otherwise a few bytes of
   scales would take as long as a megabyte of codes, and threads would wait for the GIL.
-* Copies are queued on the current stream, and only reusing a slot waits for its copy. A separate
-  stream would have to be synchronized by the users of the tensors.
+* The thread that read a slot also queues its copies. One thread that did so for all of them would
+  hold the others up.
+* Copies are queued on the stream that is current where `stream` is used, and only reusing a slot
+  waits for its copy. A separate stream would have to be synchronized by the users of the tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from moequant.storage.reader import FixedFile
 
 SLOT_BYTES = 8 << 20
-SLOTS = 8
-THREADS = 4
+SLOTS = 16
+THREADS = 8
 """Half of the slots are filled while the others are copied or wait."""
 _GAP_BYTES = 1 << 16
 """Gaps up to this size between two tensors are read instead of skipped."""
@@ -89,19 +91,29 @@ class Staging:
         """
         most = len(self._slots) or THREADS
         chunks = _chunks(reads, self._slot_bytes if self._slots else None)
-        pending: deque[tuple[_Chunk, _Slot | None, Future[None]]] = deque()
-        with ThreadPoolExecutor(THREADS) as pool:
+        pending: deque[tuple[_Chunk, Future[None]]] = deque()
+        with self._pool() as pool:
             try:
                 for number, chunk in enumerate(chunks):
                     if len(pending) == most:
                         yield from _land(*pending.popleft())
-                    slot = self._slots[number % most] if self._slots else None
-                    pending.append((chunk, slot, pool.submit(_fill, chunk, slot)))
+                    if self._slots:
+                        moved = pool.submit(self._slots[number % most].move, chunk)
+                    else:
+                        moved = pool.submit(_read_in_place, chunk)
+                    pending.append((chunk, moved))
                 while pending:
                     yield from _land(*pending.popleft())
             finally:
-                for _, _, future in pending:
+                for _, future in pending:
                     future.cancel()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads that queue copies on the stream that is current in this one."""
+        if self.device.type != "cuda":
+            return ThreadPoolExecutor(THREADS)
+        stream = torch.cuda.current_stream(self.device)
+        return ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_stream, initargs=(stream,))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,36 +178,27 @@ class _Slot:
 
     def __init__(self, buffer: Tensor, device: torch.device) -> None:
         self._buffer = buffer
-        self._device = device
         self._sent: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fill(self, chunk: _Chunk) -> None:
-        """Read a chunk, once what was here before has been sent."""
+    def move(self, chunk: _Chunk) -> None:
+        """Read a chunk, once what was here before has been sent, and send it where it belongs."""
         if self._sent is not None:
             self._sent.synchronize()
         chunk.file.read_into(chunk.start, tensor_bytes(self._buffer[: chunk.size_bytes]))
-
-    def send(self, chunk: _Chunk) -> None:
-        """Copy what the chunk holds to where it belongs."""
         for at, part in chunk.parts:
             part.copy_(self._buffer[at : at + part.nbytes], non_blocking=True)
         if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self._device))
+            self._sent.record()
 
 
-def _fill(chunk: _Chunk, slot: _Slot | None) -> None:
-    """Read a chunk into a slot, or, without one, to where it belongs."""
-    if slot is None:
-        chunk.file.read_into(chunk.start, tensor_bytes(chunk.parts[0][1]))
-    else:
-        slot.fill(chunk)
+def _read_in_place(chunk: _Chunk) -> None:
+    """Read a chunk of one read to where it belongs."""
+    chunk.file.read_into(chunk.start, tensor_bytes(chunk.parts[0][1]))
 
 
-def _land(chunk: _Chunk, slot: _Slot | None, filled: Future[None]) -> Iterator[Read]:
-    """Send a chunk on; yields the reads that end in it."""
-    filled.result()
-    if slot is not None:
-        slot.send(chunk)
+def _land(chunk: _Chunk, moved: Future[None]) -> Iterator[Read]:
+    """Wait for a chunk; yields the reads that end in it."""
+    moved.result()
     yield from chunk.ends

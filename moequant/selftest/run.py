@@ -6,9 +6,11 @@ independent evaluation, and `moequant.verification.serving` derives how far a ba
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +27,11 @@ from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
 from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
+from moequant.selftest.pool import Died, run_apart
 from moequant.verification.serving import most_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from moequant.progress import Progress
     from moequant.runtime import ExpertWeights
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 REFERENCE = "torch_reference"
 _CPU = torch.device("cpu")
+_PROCESSES = 8
+"""On a GPU, unless there are fewer cores: almost all of a first run is compilation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,25 @@ class _Scheme:
     def limit(self, tokens: int) -> float:
         """The limit on ||y - reference|| / ||reference|| of a call."""
         return most_error(self.name, tokens=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What makes a row: a backend by its name, with a format and a scheme, on a device."""
+
+    backend: str
+    format: str
+    scheme: _Scheme
+    place: torch.device
+
+    def row(self) -> _Row:
+        """The row, before anything ran."""
+        return _Row(
+            backend=self.backend,
+            format=self.format,
+            activations=self.scheme.name,
+            limit=self.scheme.limit(tokens=2),
+        )
 
 
 @dataclass(kw_only=True)
@@ -87,6 +111,7 @@ def selftest(
     device: torch.device | str = "cuda",
     *,
     backend: str | None = None,
+    processes: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run the backends that serve a device, with every format and scheme, on small layers.
@@ -97,6 +122,8 @@ def selftest(
     Args:
         device: where to run.
         backend: name of the one to run; by default all.
+        processes: how many run them side by side; 1 for this one. By default as many as there are
+            cores, up to 8, on a GPU; else 1. One that ends with a case fails that case alone.
         progress: told of every backend, format and scheme.
 
     Returns:
@@ -119,18 +146,21 @@ def selftest(
     chosen = _backends(backend, place)
     report = progress or SilentProgress()
     started = time.monotonic()
-    cases: list[tuple[Backend, str, _Scheme]] = []
+    cases: list[_Case] = []
     not_run: dict[str, str] = {}
     for one in chosen:
         runs, reason = _cases_of(one, place)
         cases += runs
         if not runs:
             not_run[one.name] = reason
+    if processes is None:
+        processes = min(_PROCESSES, os.cpu_count() or 1) if place.type == "cuda" else 1
     report.start("self-test", len(cases), unit="cases")
-    rows, layers = [], _Layers()
-    for one, format, scheme in cases:
-        rows.append(_run(one, format, scheme, place, layers))
-        report.advance(1, f"{one.name}, {format} x {scheme.name}")
+    found: dict[int, _Row] = {}
+    for position, row in _run_all(cases, processes):
+        found[position] = row
+        report.advance(1, f"{row.backend}, {row.format} x {row.activations}")
+    rows = [found[position] for position in sorted(found)]
     report.finish()
     return {
         **_versions(place),
@@ -156,17 +186,15 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
     return [one for one in chosen if one.name != REFERENCE or place.type != "cpu"]
 
 
-def _cases_of(
-    backend: Backend, place: torch.device
-) -> tuple[list[tuple[Backend, str, _Scheme]], str]:
+def _cases_of(backend: Backend, place: torch.device) -> tuple[list[_Case], str]:
     """What a backend runs; and if that is nothing, why, of what it is for."""
-    runs: list[tuple[Backend, str, _Scheme]] = []
+    runs: list[_Case] = []
     reasons: dict[str, None] = {}
     reasons_of_served: dict[str, None] = {}
     for format, scheme in _schemes():
         reason = _why_not_any(backend, format, scheme, place)
         if reason is None:
-            runs.append((backend, format, scheme))
+            runs.append(_Case(backend=backend.name, format=format, scheme=scheme, place=place))
         else:
             reasons[reason] = None
             if _is_served(format, scheme.name, [backend]):
@@ -261,12 +289,33 @@ class _Layers:
         return self._made[key]
 
 
-def _run(
-    backend: Backend, format: str, scheme: _Scheme, place: torch.device, layers: _Layers
-) -> _Row:
-    row = _Row(
-        backend=backend.name, format=format, activations=scheme.name, limit=scheme.limit(tokens=2)
-    )
+def _run_all(cases: Sequence[_Case], processes: int) -> Iterator[tuple[int, _Row]]:
+    """The row of each case with its position, as they come."""
+    if processes == 1:
+        layers = _Layers()
+        yield from enumerate(_run(case, layers) for case in cases)
+        return
+    for position, result in run_apart(_run_alone, cases, processes):
+        if isinstance(result, Died):
+            row = cases[position].row()
+            row.failures.append("the process ended in it, without a result")
+            yield position, row
+        else:
+            yield position, result
+
+
+@cache
+def _layers_of_process() -> _Layers:
+    return _Layers()
+
+
+def _run_alone(case: _Case) -> _Row:
+    return _run(case, _layers_of_process())
+
+
+def _run(case: _Case, layers: _Layers) -> _Row:
+    backend, row = backends()[case.backend], case.row()
+    format, scheme, place = case.format, case.scheme, case.place
     for variant in VARIANTS:
         sizes, reason = _choose_sizes(backend, format, scheme, variant, place)
         if sizes is None:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from moequant.storage.folder import PICKLES, Folder
 from moequant.storage.headers import DTYPES, MAX_NAME, TensorInfo, read_header_and_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -63,12 +65,14 @@ class Checkpoint:
         tensors: every tensor, in natural order of names (layer 2 before layer 10).
         files: the weight files by name, in natural order, with their state when they were opened.
         config_file: config.json with its state when it was read; None if it is unreadable.
+        index_file: the index with its state when it was read; None where there is none.
     """
 
     folder: Folder
     config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     config_file: FixedFile | None = None
+    index_file: FixedFile | None = None
     files: Mapping[str, FixedFile] = field(repr=False)
 
     @classmethod
@@ -85,7 +89,7 @@ class Checkpoint:
         folder.check()
         config_file = folder.open(CONFIG_FILE)
         config = read_document(config_file)
-        weight_map, names = _choose_files(folder)
+        index_file, weight_map, names = _choose_files(folder)
         # Before reading the headers, so that later reads detect any change.
         files = folder.open_weights(names)
         tensors = _read_tensors(folder.shown, files)
@@ -93,14 +97,45 @@ class Checkpoint:
             _check_index(folder.shown / INDEX_FILE, weight_map, tensors)
         if not tensors:
             raise CheckpointError(f"{folder.shown}: {', '.join(files)}: no tensors; fetch it again")
-        tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
         return cls(
             folder=folder,
             config=config,
             tensors=tensors,
             config_file=config_file,
+            index_file=index_file,
             files=files,
         )
+
+    @classmethod
+    def open_known(cls, path: Path, state: Mapping[str, Sequence[int]]) -> Checkpoint:
+        """As `open`, for a checkpoint that was opened before: headers wait until they are wanted.
+
+        The headers of a model with many experts take as long to read as some layers of weights.
+
+        Args:
+            path: its directory.
+            state: `file_state` of then. If it is another now, this is `open`.
+
+        Raises:
+            CheckpointError: as `open`; what is wrong with headers, once `tensors` is looked at.
+            UnsupportedError: as `open`.
+        """
+        folder = Folder(path=path)
+        folder.check()
+        names = set(folder.names())
+        if not names.issuperset(state) or (INDEX_FILE in names) != (INDEX_FILE in state):
+            return cls.open(folder)
+        files = {name: folder.open(name) for name in state}
+        config_file = folder.open(CONFIG_FILE)
+        known = cls(
+            folder=folder,
+            config=read_document(config_file),
+            config_file=config_file,
+            index_file=files.pop(INDEX_FILE, None),
+            files=files,
+            tensors=_TensorsOnDemand(folder.shown, files),
+        )
+        return known if known.file_state() == state else cls.open(folder)
 
     @property
     def path(self) -> Path:
@@ -118,8 +153,14 @@ class Checkpoint:
         return {name: file.size_bytes for name, file in self.files.items()}
 
     def file_state(self) -> dict[str, list[int]]:
-        """Size and modification time (ns) of each weight file, in a form that JSON preserves."""
-        return {name: [file.size_bytes, file.mtime_ns] for name, file in self.files.items()}
+        """Size and modification time (ns) of each weight file, and of the index where there is one.
+
+        JSON preserves its form.
+        """
+        files = dict(self.files)
+        if self.index_file is not None:
+            files[INDEX_FILE] = self.index_file
+        return {name: [file.size_bytes, file.mtime_ns] for name, file in files.items()}
 
     def info(self, name: str) -> TensorInfo:
         """The header's entry of tensor `name`; raises CheckpointError if there is none."""
@@ -224,11 +265,35 @@ def _sortable(digits: re.Match[str]) -> str:
     return f"\0{chr(min(len(number), sys.maxunicode))}{number}"
 
 
-def _choose_files(folder: Folder) -> tuple[dict[str, str] | None, list[str]]:
-    """The index's map, if there is an index, and the weight files in natural order."""
+class _TensorsOnDemand(Mapping[str, "TensorInfo"]):
+    """The tensors of files, whose headers are read when one is asked for."""
+
+    def __init__(self, path: Path, files: Mapping[str, FixedFile]) -> None:
+        self._path = path
+        self._files = files
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorInfo]:
+        return _read_tensors(self._path, self._files)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _choose_files(
+    folder: Folder,
+) -> tuple[FixedFile | None, dict[str, str] | None, list[str]]:
+    """The index and its map, if there is one, and the weight files in natural order."""
     path, names = folder.shown, folder.names()
     if INDEX_FILE in names:
-        weight_map = _read_weight_map(folder.open(INDEX_FILE))
+        index_file = folder.open(INDEX_FILE)
+        weight_map = _read_weight_map(index_file)
         files = sorted(set(weight_map.values()), key=natural_key)
         if SINGLE_FILE in names and SINGLE_FILE not in files:
             more = f" and {len(files) - 1} more" if files[1:] else ""
@@ -238,9 +303,9 @@ def _choose_files(folder: Folder) -> tuple[dict[str, str] | None, list[str]]:
                 "that is not to be read"
             )
         _check_all_there(folder, names, weight_map, files)
-        return weight_map, files
+        return index_file, weight_map, files
     if SINGLE_FILE in names:
-        return None, [SINGLE_FILE]
+        return None, None, [SINGLE_FILE]
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
     files.sort(key=natural_key)
     if not files:
@@ -251,7 +316,7 @@ def _choose_files(folder: Folder) -> tuple[dict[str, str] | None, list[str]]:
             "are no complete set NAME-0000i-of-0000n; fetch the index and the missing files, or "
             "move away what does not belong"
         )
-    return None, files
+    return None, None, files
 
 
 def _check_all_there(
@@ -312,6 +377,7 @@ def _read_weight_map(index: FixedFile) -> dict[str, str]:
 
 
 def _read_tensors(path: Path, files: Mapping[str, FixedFile]) -> dict[str, TensorInfo]:
+    """What the headers of all files say, in natural order of names."""
     tensors: dict[str, TensorInfo] = {}
     for file, opened in files.items():
         for name, info in read_header_and_metadata(opened, file)[0].items():
@@ -321,7 +387,7 @@ def _read_tensors(path: Path, files: Mapping[str, FixedFile]) -> dict[str, Tenso
                     "in one file; fetch the checkpoint again"
                 )
             tensors[name] = info
-    return tensors
+    return {name: tensors[name] for name in sorted(tensors, key=natural_key)}
 
 
 def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:

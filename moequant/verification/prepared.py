@@ -168,7 +168,7 @@ def _check_layer(
     entry, moe = manifest.layers[layer], converted.moe
     digest = hashlib.sha256()
     try:
-        file = LayerFile.open(folder, layer, manifest)
+        file = LayerFile.open(folder, layer, manifest.layers[layer], remedy_of(folder, manifest))
         if sha256_of(folder / entry.file) != entry.sha256:
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
         for expert, expected in enumerate(packed_experts(converted, layer, layouts[layer], digest)):

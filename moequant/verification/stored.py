@@ -97,7 +97,11 @@ def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:
     return StoredCheckpoint(
         # The readable part of a checkpoint that `Checkpoint.open` may refuse.
         checkpoint=Checkpoint(
-            folder=Folder(path=path), config=config or {}, tensors=tensors, files=files
+            folder=Folder(path=path),
+            config=config or {},
+            tensors=tensors,
+            files=files,
+            index_file=None if index is None else FixedFile.at(path / INDEX_FILE),
         ),
         index=index,
         record=record,

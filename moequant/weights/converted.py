@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moequant.dialects import find_dialect
+from moequant.dialects.base import no_activations
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import (
@@ -35,10 +37,6 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
 
 
-def _no_activations(module: str) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertedCheckpoint:
     """A checkpoint with a `quantization_config` we can read.
@@ -59,7 +57,7 @@ class ConvertedCheckpoint:
     architecture: Architecture
     moe: MoeConfig
     format_of: Callable[[str], str | None]
-    activations_of: Callable[[str], str | None] = _no_activations
+    activations_of: Callable[[str], str | None] = no_activations
     block_of: Callable[[str], Block | None] = lambda module: None
 
     @classmethod
@@ -74,6 +72,33 @@ class ConvertedCheckpoint:
 
         Args:
             path: its directory.
+            architecture: see `of`.
+            quantized_activations: see `of`.
+
+        Raises:
+            ArchitectureError: the file `architecture`, or the record, is invalid.
+            CheckpointError: not a checkpoint, or one without a `quantization_config`.
+            UnsupportedError: an unknown architecture or quantization.
+        """
+        return cls.of(
+            Checkpoint.open(path),
+            architecture=architecture,
+            quantized_activations=quantized_activations,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        architecture: str | Path | None = None,
+        quantized_activations: bool = False,
+    ) -> ConvertedCheckpoint:
+        """Read what the config of an open checkpoint says.
+
+        Args:
+            checkpoint: which. Names of its tensors are looked at only where the config leaves
+                a choice.
             architecture: a TOML file that describes its architecture; the default is the
                 description in moequant.json, then the built-in table.
             quantized_activations: whether modules may have activations in NVFP4 or MXFP4, which
@@ -81,10 +106,10 @@ class ConvertedCheckpoint:
 
         Raises:
             ArchitectureError: the file `architecture`, or the record, is invalid.
-            CheckpointError: not a checkpoint, or one without a `quantization_config`.
+            CheckpointError: a `quantization_config` is missing, or a record is damaged.
             UnsupportedError: an unknown architecture or quantization.
         """
-        checkpoint = Checkpoint.open(path)
+        path = checkpoint.path
         own = described_architectures(path, architecture)
         found = find_architecture(checkpoint.config, own, names=checkpoint.tensors)
         quantization_config = checkpoint.config.get("quantization_config")
@@ -97,7 +122,7 @@ class ConvertedCheckpoint:
         if quantized_activations:
             format_of, activations_of = readers(dialect, quantization_config)
         else:
-            format_of, activations_of = dialect.reader(quantization_config), _no_activations
+            format_of, activations_of = dialect.reader(quantization_config), no_activations
         return cls(
             checkpoint=checkpoint,
             dialect=dialect,
@@ -110,14 +135,16 @@ class ConvertedCheckpoint:
 
     def expert_layers(self) -> tuple[int, ...]:
         """Layers that hold experts; multi-token-prediction layers only if they are there."""
+        return (*self.moe.sparse_layers, *filter(self.has_experts, self.moe.optional_layers))
 
-        def is_present(layer: int) -> bool:
-            begins = [f"{self.expert_module(layer, 0, 'down')}."]
-            if self.architecture.stacked is not None:
-                begins.append(self.architecture.stacked.tensor(layer, "down"))
-            return any(name.startswith(tuple(begins)) for name in self.checkpoint.tensors)
-
-        return (*self.moe.sparse_layers, *filter(is_present, self.moe.optional_layers))
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is among `expert_layers`."""
+        if layer not in self.moe.optional_layers:
+            return layer in self.moe.sparse_layers
+        begins = [f"{self.expert_module(layer, 0, 'down')}."]
+        if self.architecture.stacked is not None:
+            begins.append(self.architecture.stacked.tensor(layer, "down"))
+        return any(name.startswith(tuple(begins)) for name in self.checkpoint.tensors)
 
     def expert_module(self, layer: int, expert: int, projection: str) -> str:
         """The module of one expert's gate, up or down."""
@@ -133,6 +160,18 @@ class ConvertedCheckpoint:
         Raises:
             UnsupportedError: the experts differ in it.
         """
+        if layer not in self._activations_by_layer:
+            self._activations_by_layer[layer] = self._find_activations(layer)
+        return self._activations_by_layer[layer]
+
+    @cached_property
+    def _activations_by_layer(self) -> dict[int, str | None]:
+        # Kept, because a lookup for each expert takes a millisecond, and a layer's is asked twice.
+        return {}
+
+    def _find_activations(self, layer: int) -> str | None:
+        if self.activations_of is no_activations:
+            return None
         modules = [
             self.expert_module(layer, expert, projection)
             for expert in range(self.moe.experts)

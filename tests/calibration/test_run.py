@@ -29,6 +29,16 @@ EXPERT_LAYERS = {
     "gpt_oss": (0, 1, 2),
     "granitemoe": (0, 1, 2),
 }
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 UNROUTED, RARE = 4, 1
 """Experts of `rarely_routed`: one that sees no token, one that sees three."""
 
@@ -87,10 +97,14 @@ def check_equals_hooks(found, wanted, *, hessian=False):
             assert (moment - rows.T @ rows / max(len(rows), 1)).abs().max() <= error, where
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", EXPERT_LAYERS)
-def test_statistics_are_those_of_hooks_on_the_whole_model(save, dataset, samples, tmp_path, name):
+def test_statistics_are_those_of_hooks_on_the_whole_model(
+    save, dataset, samples, tmp_path, name, device
+):
     folder = save(name)
-    result = calibrate(folder, dataset, tmp_path / "stats", hessian=True, **BATCHES)
+    given = BATCHES | {"device": device, "dtype": "float32", "hessian": True}
+    result = calibrate(folder, dataset, tmp_path / "stats", **given)
     assert result.statistics.layers == EXPERT_LAYERS[name]
     check_equals_hooks(result.statistics, hooked(folder, samples), hessian=True)
     record = result.statistics.record
@@ -218,22 +232,24 @@ class Interrupts(SilentProgress):
                 raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("hessian", [False, True])
 def test_an_interrupted_calibration_continues_to_the_same_bytes(
-    save, dataset, samples, tmp_path, hessian
+    save, dataset, samples, tmp_path, hessian, device
 ):
     source, tokens = save("qwen3_moe"), sum(map(len, samples))
+    given = BATCHES | {"device": device, "hessian": hessian}
     whole, progress = tmp_path / "whole", Interrupts()
-    calibrate(source, dataset, whole, hessian=hessian, progress=progress, **BATCHES)
+    calibrate(source, dataset, whole, progress=progress, **given)
     assert progress.done == progress.total == 3 * tokens
     batches = 5
     for number in range(1, 3 * batches + 1):
         out, progress = tmp_path / str(number), Interrupts(number)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(source, dataset, out, hessian=hessian, progress=progress, **BATCHES)
+            calibrate(source, dataset, out, progress=progress, **given)
         assert not out.exists()
         progress = Interrupts()
-        result = calibrate(source, dataset, out, hessian=hessian, progress=progress, **BATCHES)
+        result = calibrate(source, dataset, out, progress=progress, **given)
         assert result.resumed_layers == (number - 1) // batches
         assert progress.done == progress.total == (3 - result.resumed_layers) * tokens
         assert out.read_bytes() == whole.read_bytes()

@@ -197,6 +197,28 @@ def test_weights_without_room_have_exit_code_4_and_say_from_which_number_of_rank
     assert run("check", converted, "--engine", "moequant", "--gpu", "h100").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "refused"),
+    [(("--tp", "3"), "attention-heads-of-a-rank"), (("--tp", "4", "--ep", "3"), "expert-ranks")],
+)
+def test_no_memory_is_said_of_ranks_at_which_an_engine_does_not_load(
+    run, converted, place, refused
+):
+    asked = ("--engine", "vllm,sglang", "--gpu", "h100", *place)
+    shown = " ".join(run("check", converted, *asked).stdout.split())
+    ep = place[3] if len(place) > 2 else "1"
+    said = f"memory: with tp {place[1]} and ep {ep} it does not load; the weights fit from tp 1 or"
+    assert shown.count(said) == 2
+    assert shown.count(f"why not [{refused}") == 2
+    assert "of weights on" not in shown
+    for key in ("vllm", "sglang"):
+        found = engine(run("check", converted, *asked, "--json").document, key)
+        assert found["memory"] is None
+        assert found["fits_from"] == {"h100": {"tp": 1, "tp_with_ep": 1}}
+    without_gpu = run("check", converted, "--engine", "vllm", *place).stdout
+    assert "memory:" not in without_gpu
+
+
 def test_the_document_has_every_gpu_and_the_kv_cache_of_a_token(run, converted):
     memory = engine(run("check", converted, "--json").document, "vllm")["memory"]
     # Two layers, four heads of 64 numbers of two bytes, keys and values.

@@ -21,6 +21,7 @@ VARIES = (
     (r"\d+\.\d s, [\d.]+ [kMG]B/s", "TIME"),
     (r"^peak memory .*", "PEAK"),  # by cores
     (r"^(quantizer|free space) .*", r"\1"),
+    (r"^report.html: [\d.]+ kB", "report.html: SIZE"),  # it has a machine's times
 )
 
 
@@ -80,7 +81,7 @@ def test_what_the_page_shows_of_formats_is_what_is_printed():
     assert [command for command, _ in pages] == ["moequant formats", "moequant formats --backends"]
     for command, page in pages:
         printed = CliRunner().invoke(cli, shlex.split(command)[1:]).output
-        check_parts(page, printed.partition("cuda ")[0])  # devices are a machine's
+        check_parts(page, printed.partition("On cuda:")[0])  # devices are a machine's
 
 
 def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
@@ -89,7 +90,7 @@ def test_the_recorded_quick_start_is_what_commands_print(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     commands = [*shown(RECORDED)]
     assert [c.split()[1] for c, _ in commands] == [
-        "demo", "convert", "convert", "convert", "verify", "check", "prepare",
+        "demo", "convert", "convert", "convert", "verify", "report", "check", "prepare",
     ]  # fmt: skip
     for command, output in commands:
         done = CliRunner().invoke(cli, shlex.split(command)[1:])

@@ -38,6 +38,8 @@ def test_dry_run_plans_the_bytes_that_are_then_written_and_writes_nothing(run, s
     assert not (tmp_path / "out").exists()
     done = run(*arguments)
     assert plan.document["state"] == "planned"
+    assert plan.document["resident_bytes"] is None
+    assert done.document["resident_bytes"] > done.document["peak_bytes"]
     for key in ("groups", "source_bytes", "output_bytes", "shards", "peak_bytes", "dialect"):
         assert plan.document[key] == done.document[key], key
     # Headers lie between the tensors counted by group and the bytes of the files.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,9 @@ def test_full_disk_under_stdout_is_a_message():
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, b"Error: No space left on device\n")
+
+
+def test_a_command_whose_stdout_is_closed_does_its_work_in_silence():
+    command = f"{shlex.quote(sys.executable)} -m moequant formats >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

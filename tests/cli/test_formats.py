@@ -97,7 +97,11 @@ def test_backends_are_another_page(run):
     said = "no: needs a CUDA device; compiled, never run"
     assert f"deepgemm_fp4 mxfp4 mxfp8 128, 128 {said}" in words
     assert f"cutlass_fp4_batched nvfp4 nvfp4 32, 32 {said}" in words
-    assert "sm90_w4a16 nvfp4 none no: needs a CUDA device cpu" in words
+
+
+def test_formats_of_which_a_backend_says_the_same_share_a_line(run):
+    words = " ".join(run("formats", "--backends").stdout.split())
+    assert "sm90_w4a16 nvfp4, mxfp4 none no: needs a CUDA device sm90_w4a16" in words
 
 
 def test_backends_that_no_gpu_has_run_are_marked(document):

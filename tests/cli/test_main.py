@@ -91,6 +91,11 @@ def test_completion_is_switched_on_as_the_page_says(shell):
     assert "_MOEQUANT_COMPLETE" in done.stdout
 
 
+def test_the_line_that_switches_completion_on_is_one_line_of_help(run):
+    lines = run("--help").stdout.splitlines()  # click folds at 80 columns
+    assert '    eval "$(_MOEQUANT_COMPLETE=bash_source moequant)"' in lines
+
+
 def test_commands_are_these():
     assert list(cli.commands) == [
         "convert", "calibrate", "evaluate", "inspect", "check", "prepare", "verify", "report",

@@ -53,14 +53,23 @@ def test_the_plan_after_a_conversion_says_the_time(run, make_checkpoint, tmp_pat
     done = run("convert", source, tmp_path / "done", "--format", "nvfp4", "--json").document
     expected = run(*plan, "--json").document["expected_seconds"]
     assert expected == pytest.approx(done["seconds"], abs=0.0005)  # which has milliseconds
-    assert "\ntime         about 0 s, by the rates of earlier conversions" in run(*plan).stdout
+    line = f"\ntime         about {duration(expected)}, by the rates of earlier conversions"
+    assert line in run(*plan).stdout
     other = run(*plan[:-2], "mxfp4", "--dry-run", "--json").document
     assert other["expected_seconds"] is None
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.2, "0 s"), (99, "99 s"), (100, "2 min"), (5999, "100 min"), (6000, "1.7 h")],
+    [
+        (0.01, "0.1 s"),
+        (9.7, "9.7 s"),
+        (40.3, "40 s"),
+        (99, "99 s"),
+        (100, "2 min"),
+        (5999, "100 min"),
+        (6000, "1.7 h"),
+    ],
 )
 def test_a_time_is_short(seconds, text):
     assert duration(seconds) == text

@@ -12,12 +12,16 @@ from moequant.benchmarks.random_checkpoint import write_demo_checkpoint
 from moequant.compatibility import Facts, judge
 from moequant.conversion.plan import make_plan
 from moequant.conversion.recipe import Recipe
+from moequant.dialects import REGISTRY as DIALECTS
 from moequant.formats import CONVERTIBLE
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.headers import TensorInfo
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
+
+ONLY_FOR = {"gpt-oss": "gpt_oss", "deepseek-v4": "deepseek_v4"}
+"""The `model_type` of dialects that are for one model."""
 
 # config.json of Qwen/Qwen3-30B-A3B, as far as a plan reads it.
 QWEN3_30B = {
@@ -86,6 +90,18 @@ def test_every_table_has_every_format(head):
     assert [*formats] == [*CONVERTIBLE]
 
 
+def test_the_table_of_engines_has_every_dialect_of_every_format():
+    rows = [(row[0], row[1].split("`")[1]) for row in rows_below("| format | dialect | trans")]
+    written = {
+        (f"`{format}`", name)
+        for name, dialect in DIALECTS.items()
+        for format in dialect.carried
+        if name != "moequant"  # for no engine
+    }
+    # w4afp8 has FP8 blocks only beside experts in w4a8.
+    assert sorted(rows) == sorted(written - {("`fp8_block`", "w4afp8")})
+
+
 @pytest.mark.parametrize("row", rows_below("| format | dialect | transformers"), ids=str)
 def test_what_engines_load_is_what_convert_says(row):
     format, dialect, *said = row
@@ -93,7 +109,7 @@ def test_what_engines_load_is_what_convert_says(row):
     dialect = re.match("`([^`]+)`", dialect)[1]
     written = Facts(
         dialect=dialect,
-        model_type="gpt_oss" if dialect == "gpt-oss" else "qwen3_moe",
+        model_type=ONLY_FOR.get(dialect, "qwen3_moe"),
         formats=frozenset(),
         experts=(format.strip("`"),),
         some_kept=False,

@@ -49,3 +49,22 @@ def test_bad_recipe_exits_6_wherever_it_is_read(run, source, tmp_path, text):
         assert result.exit_code == 6
         assert result.document["error"]["type"] == "RecipeError"
         assert str(file) in result.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-v3-nvfp4", "Did you mean deepseek-v3-nvfp4-experts?"),
+        ("nvfp4-expert", "Did you mean nvfp4-experts?"),
+        ("zzz", "w4a8-experts"),
+    ],
+)
+def test_an_unknown_recipe_is_answered_with_the_one_that_is_meant(run, name, words):
+    message = run("recipes", name, "--json").document["error"]["message"]
+    assert message.startswith(f"{name}: no such file, and unknown recipe '{name}'; use one of: ")
+    assert message.endswith(words)
+
+
+def test_a_folder_is_no_recipe(run, tmp_path):
+    message = run("recipes", tmp_path, "--json").document["error"]["message"]
+    assert message.startswith(f"{tmp_path}: Is a directory; a recipe is a TOML file, or the name")

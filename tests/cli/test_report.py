@@ -77,6 +77,7 @@ def test_saved_results_of_other_commands_are_taken(run, source, tmp_path, page):
     (output,) = document["outputs"]
     assert (output["verdict"], output["verified_earlier"]) == ("verified", True)
     assert output["conversion"]["peak_bytes"] > 1e6
+    assert output["conversion"]["resident_bytes"] > output["conversion"]["peak_bytes"]
     assert output["evaluated_as"] == [0, 0]
     assert document["evaluations"][0]["noise_floor"]["kl_mean"] >= 0
     whats = [gap["what"] for gap in document["not_measured"]]
@@ -84,6 +85,7 @@ def test_saved_results_of_other_commands_are_taken(run, source, tmp_path, page):
     html = page.read_text()
     for words in ("unchanged since", "KL divergence", "noise floor", "time of the conversion"):
         assert words in html
+    assert "the process with Python and torch held at most" in html
     complete = run("report", out, "--against", source, *saved, "-o", page, "--json").document
     assert complete["not_measured"] == []
     assert complete["outputs"][0]["verified_earlier"]

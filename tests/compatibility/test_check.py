@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from safetensors.torch import load_file, save_file
 
 from moequant import convert
 from moequant.compatibility import ENGINES, GPUS, Facts, Placement, check_checkpoint, judge
 from moequant.compatibility.kernels import all_kernels, kernels_on
+from moequant.compatibility.rules import rules
 from moequant.conversion.recipe import KEEP, Recipe, Rule
 from moequant.dialects import REGISTRY
 from moequant.errors import CheckpointError
@@ -195,6 +198,13 @@ def test_experts_and_heads_that_ranks_do_not_divide_are_named():
     assert [said.rule for said in verdict.against] == ["attention-heads-of-a-rank"]
 
 
+def test_vllm_divides_a_vocabulary_evenly_and_sglang_fills_it_up():
+    checkpoint = facts("fp8", "fp8_block", vocabulary=1000, intermediate=768, heads=30)
+    assert loads(checkpoint, "vllm", tp=2)
+    assert not loads(checkpoint, "vllm", tp=3)  # 1024 rows
+    assert loads(checkpoint, "sglang", tp=3)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("heads", "tp", "expected"), [(8, 4, True), (8, 16, True), (8, 6, False), (6, 4, False)]
@@ -278,7 +288,8 @@ def test_kernels_name_engines_formats_and_our_own_backends():
     for kernel in all_kernels():
         assert kernel.engine in names
         assert kernel.source
-        assert kernel.high is None or kernel.low <= kernel.high
+        first, last = kernel.from_capability, kernel.to_capability
+        assert last is None or first <= last
         if kernel.engine == "moequant":
             assert kernel.path in BACKENDS
 
@@ -299,3 +310,44 @@ def test_scales_of_some_layers_are_read_where_asked(converted):
     checkpoint = Checkpoint.open(path)
     read = {n: check_checkpoint(checkpoint, layers=n).examined.layers_read for n in (1, 2, 3, None)}
     assert read == {1: (0,), 2: (0, 3), 3: (0, 2, 3), None: (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lost", "vllm", "sglang"),
+    [
+        ("deepseek_v3", ("topk_method",), ["deepseek-router-keys-vllm"],
+         ["deepseek-router-keys-sglang"]),
+        ("deepseek_v3", ("moe_layer_freq",), [], ["deepseek-router-keys-sglang"]),
+        ("minimax_m2", ("rotary_dim",), ["minimax-m2-rotary-key-vllm"], []),
+        ("hy_v3", ("route_norm",), ["hy-v3-keys-vllm"], ["hy-v3-keys-sglang"]),
+        ("glm4_moe_lite", ("first_k_dense_replace",), *[["glm4-moe-lite-keys"]] * 2),
+    ],
+)  # fmt: skip
+def test_a_key_of_config_json_that_an_engine_asks_for_is_missed(model_type, lost, vllm, sglang):
+    asked = {key for r in rules() if model_type in r.model_types for key in r.lacks}
+    assert asked >= {*lost}
+    for keys, said in ((asked - {*lost}, (vllm, sglang)), (asked, ([], []))):
+        checkpoint = facts(
+            "compressed-tensors", "fp8_channel", model_type=model_type, config_keys=frozenset(keys)
+        )
+        verdicts = judge(checkpoint, Placement(), ["vllm", "sglang"])
+        assert tuple([one.rule for one in v.against] for v in verdicts) == said
+        for one in (one for verdict in verdicts for one in verdict.against):
+            assert f" no {lost[0]}" in one.text
+
+
+def test_a_config_that_transformers_made_is_refused_by_convert_and_check(
+    make_checkpoint, check, tmp_path
+):
+    source = make_checkpoint(tmp_path / "source", model_type="deepseek_v3")
+    config = json.loads((source / "config.json").read_text())
+    del config["topk_method"], config["scoring_func"]
+    (source / "config.json").write_text(json.dumps(config))
+    plan = convert(source, tmp_path / "out", format="nvfp4").plan
+    said = "finds no topk_method and no scoring_func in config.json: without topk_method"
+    assert any(said in warning for warning in plan.warnings)
+    for path in (source, tmp_path / "out"):
+        engines = check(path)
+        assert said in engines["vllm"].against[0].text
+        assert engines["vllm"].loads is engines["sglang"].loads is False
+        assert [one.rule for one in engines["sglang"].against] == ["deepseek-router-keys-sglang"]

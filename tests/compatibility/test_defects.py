@@ -80,6 +80,105 @@ def test_fp8_of_model_optimizer_is_loaded_with_one_scale_and_not_with_one_for_ea
     assert not engines["transformers"].loads
 
 
+def as_mixture(algorithm, *others):
+    """Experts in FP8 blocks or MXFP8 as MIXED_PRECISION says it, and `others` in NVFP4."""
+
+    def change(config):
+        kept = config.get("modules_to_not_convert") or config["ignore"]
+        experts = {f"model.layers.{n}.mlp.experts": {"quant_algo": algorithm} for n in (0, 1)}
+        config.clear()
+        config |= {
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+            "ignore": [name for name in kept if name not in others],
+            "quantized_layers": experts | {name: {"quant_algo": "NVFP4"} for name in others},
+        }  # fmt: skip
+
+    return change
+
+
+def as_nvfp4(module):
+    """Zeros in NVFP4, as Model-Optimizer stores it."""
+
+    def change(tensors):
+        rows, columns = tensors[f"{module}.weight"].shape
+        tensors[f"{module}.weight"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        scale = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.weight_scale_2"] = torch.tensor(1.0)
+        tensors[f"{module}.input_scale"] = torch.tensor(1.0)
+
+    return change
+
+
+OUTPUT = "model.layers.0.self_attn.o_proj"
+
+
+def test_fp8_blocks_of_a_mixture_are_loaded_beside_nvfp4(planted, check):
+    config = as_mixture("FP8_PB_WO", OUTPUT)
+    engines = check(planted("fp8_block", tensors=as_nvfp4(OUTPUT), config=config))
+    assert engines["vllm"].loads
+    assert engines["sglang"].loads
+    assert [*against(engines, "moequant")] == ["modelopt-sources-own"]
+
+
+def test_a_mixture_without_nvfp4_breaks_sglang(planted, check):
+    engines = check(planted("fp8_block", config=as_mixture("fp8_pb_wo")))
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["modelopt-no-nvfp4-layer-sglang"]
+
+
+def as_model_optimizer_spreads(tensors):
+    """Scales of blocks as `weight_scale` [N/128, 1, K/128, 1]."""
+    for name in [n for n in tensors if n.endswith("weight_scale_inv")]:
+        scale = tensors.pop(name)
+        tensors[name.removesuffix("_inv")] = scale[:, None, :, None].clone()
+
+
+def test_fp8_blocks_of_a_whole_checkpoint_break_vllm_and_sglang(planted, check):
+    def of_blocks(config):
+        kept = [*config["modules_to_not_convert"]]
+        config.clear()
+        config |= {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": kept}
+
+    path = planted("fp8_block", tensors=as_model_optimizer_spreads, config=of_blocks)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert [*against(engines, key)] == [f"modelopt-blocks-alone-{key}"]
+
+
+def test_scales_under_another_name_break_the_engine_that_does_not_look_there(planted, check):
+    def both(tensors):
+        as_model_optimizer_spreads(tensors)
+        as_nvfp4(OUTPUT)(tensors)
+
+    path = planted("fp8_block", tensors=both, config=as_mixture("FP8_PB_WO", OUTPUT))
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        (names,) = against(engines, key).values()
+        assert [*against(engines, key)] == ["modelopt-scale-names"]
+        assert len(names) == 2 * 4 * 3
+
+
+def test_mxfp8_of_model_optimizer_is_read_by_sglang_on_blackwell(planted, check):
+    def alone(config):
+        kept = [name for name in config["ignore"] if not name.startswith("re:")]
+        config.clear()
+        config |= {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": kept}
+
+    path = planted("mxfp8", config=alone)
+    assert check(path, gpu="b200")["sglang"].loads
+    assert check(path, gpu="h100")["vllm"].loads
+    said = against(check(path, gpu="h100"), "sglang")
+    assert "modelopt-mxfp8-before-blackwell-sglang" in said
+
+
+def test_mxfp8_of_a_mixture_breaks_sglang_by_the_names_of_its_scales(planted, check):
+    path = planted("mxfp8", tensors=as_nvfp4(OUTPUT), config=as_mixture("MXFP8", OUTPUT))
+    engines = check(path, gpu="b200")
+    assert engines["vllm"].loads
+    assert [*against(engines, "sglang")] == ["modelopt-scale-names"]
+
+
 @pytest.mark.parametrize(
     ("dialect", "name", "sglang"),
     [
@@ -312,12 +411,95 @@ def test_one_of_merged_layers_in_another_form_breaks_what_merges_them(
             for name in [n for n in tensors if n.startswith(f"{donor}.")]:
                 tensors[name.replace(donor, module)] = tensors[name].clone()
 
-    engines = check(planted(format, dialect, tensors=quantize, config=without(*changed)))
+    listed = without(*changed, f"{at}.qkv_proj")
+    engines = check(planted(format, dialect, tensors=quantize, config=listed))
     for key in ("vllm", "sglang"):
         assert against(engines, key) == {f"mixed-merged-{key}": (f"{at}.k_proj",)}
         assert "(beside q_proj in" in engines[key].against[0].text
     assert engines["moequant"].loads, "it reads experts alone"
     assert "mixed-merged" not in "".join(against(engines, "transformers"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "merged", "parts"),
+    [
+        ("mixtral", "model.layers.1.self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("deepseek_v3", "model.layers.0.mlp.gate_up_proj", ("gate_proj", "up_proj")),
+    ],
+)
+def test_a_list_with_the_parts_of_a_merged_layer_alone_breaks_classes_of_sglang(
+    planted, check, model_type, merged, parts
+):
+    """As llm-compressor writes it: `ignore` has every kept module, and no merged layer."""
+    path = planted("nvfp4", model_type=model_type, config=without(merged))
+    engines = check(path)
+    names = {f"{merged.rpartition('.')[0]}.{leaf}" for leaf in parts}
+    assert {*against(engines, "sglang").pop("plain-linears-sglang")} == names
+    assert [*against(engines, "sglang")] == ["plain-linears-sglang"]
+    assert engines["vllm"].loads
+    assert engines["moequant"].loads
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dialect", ["modelopt", "fp8"])
+def test_lists_of_other_dialects_may_name_the_parts_alone(planted, check, model_type, dialect):
+    path = planted("fp8_block" if dialect == "fp8" else "nvfp4", dialect, model_type=model_type)
+    engines = check(path)
+    assert engines["vllm"].loads
+    assert engines["sglang"].loads
+
+
+MIXED_RULES = (
+    {"roles": ["routed_experts"], "format": "nvfp4", "activation_scales": 0.01},
+    {"roles": ["attention", "dense_mlp"], "format": "fp8_tensor", "activation_scales": 0.05},
+)
+
+
+def of_parts_alone(config):
+    """`quantized_layers` as Model-Optimizer writes it, without merged layers."""
+    layers = config["quantized_layers"]
+    merged = ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa")
+    config["quantized_layers"] = {n: v for n, v in layers.items() if not n.endswith(merged)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "broken"),
+    [
+        ("qwen3_moe", ()),
+        ("mixtral", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("deepseek_v3", ("mlp.gate_proj", "mlp.up_proj")),
+    ],
+)
+def test_a_mixture_of_model_optimizer_breaks_sglang_where_its_class_lists_no_parts(
+    planted, check, model_type, broken
+):
+    recipe = Recipe.model_validate({"rules": MIXED_RULES})
+    settings = {"model_type": model_type, "recipe": recipe}
+    assert check(planted.original(None, "modelopt", **settings))["sglang"].loads
+    engines = check(planted(None, "modelopt", config=of_parts_alone, **settings))
+    assert engines["vllm"].loads
+    found = against(engines, "sglang")
+    assert [*found] == (["unmatched-linears"] if broken else [])
+    names = {name.split(".", 3)[3] for name in found.get("unmatched-linears", ())}
+    assert names == {*broken}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_one_plain_part_of_a_merged_layer_of_a_mixture_is_found(planted, check, model_type):
+    lost = "model.layers.1.self_attn.k_proj"
+
+    def leave_out(config):
+        of_parts_alone(config)
+        del config["quantized_layers"][lost]
+        config["ignore"].append(lost)
+
+    recipe = Recipe.model_validate({"rules": MIXED_RULES})
+    settings = {"model_type": model_type, "recipe": recipe}
+    path = planted(None, "modelopt", config=leave_out, tensors=plain(lost), **settings)
+    engines = check(path)
+    for key in ("vllm", "sglang"):
+        assert against(engines, key)[f"mixed-merged-{key}"] == (lost,)
+        assert "(beside q_proj in fp8_tensor)" in engines[key].against[0].text
 
 
 def test_a_dense_mlp_whose_gate_alone_is_quantized_breaks_what_merges_it(planted, check):
@@ -496,6 +678,8 @@ def test_targets_that_an_engine_does_not_match(planted, check, targets, vllm, sg
     engines = check(planted("nvfp4", config=retarget(*targets)))
     assert [*against(engines, "vllm")] == ([] if vllm is None else [vllm])
     assert [*against(engines, "sglang")] == ([] if sglang is None else [sglang])
+    assert engines["vllm"].loads is (vllm is None)
+    assert engines["sglang"].loads is (sglang is None)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +689,44 @@ def test_w4a8_without_the_target_linear_breaks_sglang(planted, check, config):
     engines = check(planted("w4a8", config=config))
     assert "w4a8-target-sglang" in against(engines, "sglang")
     assert engines["vllm"].loads
+
+
+def one_code_in_a_byte(tensors):
+    for name in [n for n in tensors if n.endswith("weight_packed")]:
+        words = tensors.pop(name).long()
+        codes = [(words >> 4 * i & 15) - 8 for i in range(8)]
+        packed = torch.stack(codes, dim=-1).flatten(1).to(torch.int8)
+        tensors[f"{name.removesuffix('_packed')}"] = packed
+        del tensors[name.replace("weight_packed", "weight_shape")]
+
+
+@pytest.mark.parametrize("activations", ["float", "int"])
+def test_int4_codes_that_lie_one_in_a_byte_break_every_engine(planted, check, activations):
+    """What llm-compressor's W4AFP8 and W4A8 write."""
+
+    def unpacked(config):
+        config["format"] = config["config_groups"]["group_0"]["format"] = "int-quantized"
+        config["config_groups"]["group_0"]["input_activations"]["type"] = activations
+
+    engines = check(planted("w4a8", tensors=one_code_in_a_byte, config=unpacked))
+    for key in ("transformers", "vllm", "sglang"):
+        assert [*against(engines, key)] == [f"ct-unpacked-codes-{key}"]
+        assert len(against(engines, key)[f"ct-unpacked-codes-{key}"]) == 2 * 4 * 3
+    assert [*against(engines, "moequant")] == ["ct-int4-own"]
+
+
+def test_int8_activations_of_packed_int4_experts_break_vllm_and_are_fp8_in_sglang(planted, check):
+    def integers(config):
+        config["config_groups"]["group_0"]["input_activations"]["type"] = "int"
+
+    path = planted("w4a8", config=integers)
+    engines = check(path, gpu="h100")
+    assert [*against(engines, "vllm")] == ["ct-int8-activations-vllm"]
+    assert engines["sglang"].loads
+    assert [*notes(engines, "sglang")] == ["ct-int8-activations-sglang"]
+    before, after = (against(check(path, gpu=gpu), "sglang") for gpu in ("a100", "b200"))
+    assert "ct-int8-activations-before-hopper-sglang" in before
+    assert "ct-int8-activations-after-hopper-sglang" in after
 
 
 def test_mixtral_targets_by_its_own_names_break_sglang(planted, check):
@@ -603,3 +825,60 @@ def test_every_rule_about_a_defect_is_planted_here():
     for rule in rules():
         ids = (rule.id, *(rule.id.removesuffix(key) + "{key}" for key in ENGINES))
         assert not rule.defect or any(f'"{id}"' in text for id in ids), rule.id
+
+
+HEAD = "lm_head"
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.self_attn.o_proj", HEAD])
+@pytest.mark.parametrize(("format", "leaf"), [("nvfp4", "weight_scale"), ("mxfp4", "weight_scale")])
+def test_another_layer_in_another_format_than_config_json_says_is_refused(
+    planted, check, module, format, leaf
+):
+    """Not experts alone: `convert` and `inspect` read every quantized weight."""
+    from moequant.errors import CheckpointError
+
+    donor = f"{EXPERT}.down_proj"
+
+    def quantize(tensors):
+        del tensors[f"{module}.weight"]
+        for name in [n for n in tensors if n.startswith(f"{donor}.")]:
+            tensors[name.replace(donor, module)] = tensors[name].clone()
+        scale = tensors[f"{module}.{leaf}"]
+        tensors[f"{module}.{leaf}"] = scale[:, ::2].contiguous()
+
+    path = planted(format, tensors=quantize, config=without(module))
+    with pytest.raises(CheckpointError, match=rf"{module}\.{leaf}: shape"):
+        check(path)
+
+
+def test_a_head_in_a_scheme_that_is_not_read_is_refused_by_name(planted, check):
+    from moequant.errors import UnsupportedError
+
+    def add_group(config):
+        without(HEAD)(config)
+        config["config_groups"]["group_1"] = {
+            "targets": [HEAD], "format": "int-quantized",
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        }  # fmt: skip
+
+    def quantize(tensors):
+        rows, columns = tensors[f"{HEAD}.weight"].shape
+        tensors[f"{HEAD}.weight"] = torch.zeros(rows, columns, dtype=torch.int8)
+        tensors[f"{HEAD}.weight_scale"] = torch.ones(rows, 1)
+
+    path = planted("nvfp4", tensors=quantize, config=add_group)
+    with pytest.raises(UnsupportedError, match=r"lm_head: .*group_1\.weights\.num_bits is 8"):
+        check(path)
+
+
+def test_a_quantized_head_that_config_json_keeps_breaks_every_engine(planted, check):
+    def quantize(tensors):
+        rows, columns = tensors[f"{HEAD}.weight"].shape
+        tensors[f"{HEAD}.weight"] = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{HEAD}.weight_scale_inv"] = torch.ones(rows // 128, columns // 128)
+
+    engines = check(planted("fp8_block", tensors=quantize), gpu="h100")
+    for key in ("vllm", "sglang"):
+        assert against(engines, key) == {"unmatched-linears": (HEAD,)}
+    assert against(engines, "transformers") == {"unmatched-linears-fp8-transformers": (HEAD,)}

@@ -6,6 +6,7 @@ import pytest
 
 from moequant.compatibility.lookup import lacks_linear_target, lookups
 from moequant.compatibility.modules import Module
+from moequant.dialects.names import expert_block
 from moequant.models import ROUTED_EXPERTS, TensorRole
 
 EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
@@ -24,9 +25,16 @@ def module(name, *, quantized=True):
     return Module(name=name, role=role, group=role.role, parts={}, quantized=quantized, stated=None)
 
 
-def asked(dialect, config, name, **settings):
-    """Whether vLLM and SGLang take a module for quantized."""
-    found = lookups(dialect, config)
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"))  # fmt: skip
+
+
+def asked(dialect, config, name, classes=(), **settings):
+    """Whether vLLM and SGLang take a module for quantized, with the others of its merged layer."""
+    parent, _, leaf = name.rpartition(".")
+    beside = next((leaves for leaves in SIBLINGS if leaf in leaves), (leaf,))
+    modules = [module(f"{parent}.{one}") for one in beside]
+    found = lookups(dialect, config, modules, classes)
     return tuple(found[engine](module(name, **settings)) for engine in ("vLLM", "SGLang"))
 
 
@@ -121,7 +129,8 @@ GATE = "model.layers.3.mlp.gate_proj"
         ("modelopt", "ignore", "model.layers.3.self_attn.fused_qkv_a_proj", LATENT, False, True),
         ("modelopt", "ignore", "model.layers.9.self_attn.q_a_proj", LATENT, True, False),
         ("fp8", "modules_to_not_convert", QKV, QUERY, False, True),
-        ("compressed-tensors", "ignore", QKV, QUERY, False, True),
+        ("compressed-tensors", "ignore", QKV, QUERY, False, False),
+        # Of a merged layer whose parts it knows, SGLang takes its name and no pattern for it.
         ("compressed-tensors", "ignore", "re:.*qkv_proj", QUERY, False, True),
     ],
 )
@@ -130,6 +139,70 @@ def test_a_list_may_name_the_layer_into_which_an_engine_merges_others(
 ):
     config = ct("Linear") if dialect == "compressed-tensors" else {}
     assert asked(dialect, config | {key: [listed]}, name) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "listed", "name", "sglang"),
+    [
+        # No class of vLLM 0.33 needs the merged name; of SGLang 0.5.23 most do.
+        ("Qwen3MoeForCausalLM", QUERY, QUERY, False),
+        ("MixtralForCausalLM", QUERY, QUERY, True),
+        ("MixtralForCausalLM", QKV, QUERY, False),
+        ("MixtralForCausalLM", "re:.*qkv_proj", QUERY, False),
+        ("MixtralForCausalLM", "re:.*self_attn.*", QUERY, False),
+        ("MixtralForCausalLM", "self_attn.qkv_proj", QUERY, False),
+        ("MixtralForCausalLM", LINEAR, LINEAR, False),
+        ("DeepseekV3ForCausalLM", GATE, GATE, True),
+        ("DeepseekV3ForCausalLM", LATENT, LATENT, False),
+        ("Glm4MoeLiteForCausalLM", LATENT, LATENT, True),
+        ("NobodyKnowsForCausalLM", QUERY, QUERY, False),
+    ],
+)
+def test_a_class_of_sglang_may_know_a_merged_layer_by_its_own_name_alone(
+    model_class, listed, name, sglang
+):
+    config = ct("Linear", ignore=[listed])
+    assert asked("compressed-tensors", config, name, [model_class])[1] is sglang
+    if listed == name:
+        assert not asked("compressed-tensors", config, name, [model_class])[0]
+    # In the dialect fp8 SGLang knows q, k and v, and gate and up, of every class.
+    fp8 = {"modules_to_not_convert": [name]}
+    of_mla = model_class == "Glm4MoeLiteForCausalLM"
+    assert asked("fp8", fp8, name, [model_class]) == (False, of_mla)
+
+
+def test_a_layer_that_has_no_other_beside_it_is_not_merged():
+    """As the q_proj of DeepSeek-V2-Lite, whose keys come from MLA."""
+    config = ct("Linear", ignore=[QUERY])
+    found = lookups("compressed-tensors", config, [module(QUERY)], ["DeepseekV2ForCausalLM"])
+    assert not found["SGLang"](module(QUERY))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "layers", "name", "vllm", "sglang"),
+    [
+        ("Qwen3MoeForCausalLM", (QUERY,), QUERY, True, True),
+        ("MixtralForCausalLM", (QUERY,), QUERY, True, False),
+        ("MixtralForCausalLM", (QKV,), QUERY, True, True),
+        ("DeepseekV3ForCausalLM", (GATE,), GATE, True, False),
+        ("DeepseekV3ForCausalLM", (LATENT,), LATENT, True, True),
+        ("Glm4MoeLiteForCausalLM", (LATENT,), LATENT, True, False),
+        ("MixtralForCausalLM", (LINEAR,), LINEAR, True, True),
+        ("MixtralForCausalLM", (QUERY,), LINEAR, False, False),
+        ("MixtralForCausalLM", ("model.layers.3.mlp.experts",), EXPERT, True, True),
+        ("MixtralForCausalLM", (EXPERT,), EXPERT, True, True),
+        # vLLM takes experts that are not listed for what stands beside them.
+        ("MixtralForCausalLM", ("model.layers.3.mlp.shared_experts.up_proj",), EXPERT, True, False),
+        ("Qwen3MoeForCausalLM", (VISION.replace("layers.3", "layers.4"),), VISION, False, False),
+        ("Qwen3MoeForCausalLM", (VISION.replace("model.language_model", "language_model.model"),),
+         VISION, True, True),
+    ],
+)  # fmt: skip
+def test_mixtures_of_modelopt(model_class, layers, name, vllm, sglang):
+    config = {"quantized_layers": {key: {"quant_algo": "NVFP4"} for key in layers}}
+    assert asked("modelopt", config, name, [model_class]) == (vllm, sglang)
+    kept = config | {"ignore": [expert_block(name) or name]}
+    assert asked("modelopt", kept, name, [model_class]) == (False, False)
 
 
 def test_the_reader_of_modelopt_takes_merged_names_too():
@@ -143,10 +216,39 @@ def test_the_reader_of_modelopt_takes_merged_names_too():
 
 def test_other_dialects_are_read_as_their_readers_do():
     assert lookups("gpt-oss", {}) == lookups("moequant", {}) == {}
-    assert lookups("modelopt", {"quantized_layers": {LINEAR: {"quant_algo": "NVFP4"}}}) == {}
 
 
 def test_sglang_looks_up_w4a8_by_the_target_linear_and_the_format_at_the_top():
     assert not lacks_linear_target(ct("Linear") | {"format": "pack-quantized"})
     assert lacks_linear_target(ct("Linear"))
     assert lacks_linear_target(ct("re:.*experts.*") | {"format": "pack-quantized"})
+
+
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    "model_class", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"]
+)
+def test_lists_of_ours_name_what_every_class_looks_up(dialect, model_class):
+    from moequant.dialects import get_dialect
+
+    at = "model.layers.3"
+    kept = [f"{at}.mlp.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    kept += [f"{at}.self_attn.{leaf}" for leaf in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    kept += [f"{at}.indexer.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+    format = "fp8_block" if dialect == "fp8" else "nvfp4"
+    config = get_dialect(dialect).quantization_config({EXPERT: format}, kept)
+    modules = [module(name) for name in kept]
+    found = lookups(dialect, config, modules, [model_class])
+    for engine in ("vLLM", "SGLang"):
+        assert [m.name for m in modules if found[engine](m)] == [], engine
+        assert found[engine](module(EXPERT))
+
+
+def test_a_merged_layer_is_not_listed_where_a_part_of_it_is_converted():
+    from moequant.dialects import get_dialect
+
+    parts = [f"model.layers.3.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+    config = get_dialect("compressed-tensors").quantization_config(
+        {EXPERT: "nvfp4", parts[0]: "nvfp4"}, parts[1:]
+    )
+    assert QKV not in config["ignore"]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from moequant.compatibility import ENGINES, Facts, Placement, WeightSizes, check_checkpoint
+from moequant.compatibility import ENGINES, Facts, Placement, WeightSizes, check_checkpoint, examine
 from moequant.compatibility.gpus import Gpu
 from moequant.compatibility.kv_cache import KvCache
-from moequant.compatibility.memory import memory_of
+from moequant.compatibility.memory import memory_of, weight_sizes
 from moequant.storage.checkpoint import Checkpoint
 
 FACTS = Facts(
     dialect="none", model_type="qwen3_moe", formats=frozenset(), experts=(), some_kept=False,
     expert_count=6, kv_heads=2,
 )  # fmt: skip
-SIZES = WeightSizes(experts=6000, divided=800, divided_heads=80, whole=7, other=16, mtp=999)
+SIZES = WeightSizes(
+    experts=6000, vocabulary=200, divided=600, divided_heads=80, whole=7, other=16, mtp=999
+)
 TINY = Gpu(name="tiny", capability=(9, 0), memory_gb=1, source="none")
 
 
@@ -37,6 +41,35 @@ def test_a_rank_has_its_share_of_each_part(key, tp, ep, ranks, weights):
     found = of(key, tp=tp, ep=ep)
     assert (found.ranks, found.weight_bytes, found.mtp_bytes) == (ranks, weights, 999)
     assert found.least_bytes == weights - 16 + 16 // tp
+
+
+@pytest.mark.parametrize(
+    ("key", "tp", "rows"),
+    [
+        # 100 rows become 128; three ranks do not divide those, and SGLang then makes them 192.
+        ("vllm", 1, 128),
+        ("vllm", 4, 32),
+        ("sglang", 4, 32),
+        ("sglang", 3, 64),
+    ],
+)
+def test_engines_fill_up_the_vocabulary(key, tp, rows):
+    facts = replace(FACTS, vocabulary=100)
+    sizes = WeightSizes(vocabulary=100 * 20)
+    found = memory_of(sizes, facts, ENGINES[key], Placement(tp=tp), None, ())
+    assert found.weight_bytes == rows * 20
+
+
+@pytest.mark.parametrize("leaf", ["sinks", "attention_sink_bias"])
+def test_attention_sinks_are_divided_as_heads_are(make_checkpoint, leaf):
+    checkpoint = Checkpoint.open(make_checkpoint(model_type="gpt_oss"))
+    examined = examine(checkpoint)
+    name = f"model.layers.0.self_attn.{leaf}"
+    other = next(iter(checkpoint.tensors.values()))
+    tensors = dict(checkpoint.tensors) | {name: other._replace(name=name)}
+    found = weight_sizes(tensors, examined.architecture, examined.moe, None)
+    assert found.divided - examined.sizes.divided == other.size_bytes
+    assert replace(found, divided=0) == replace(examined.sizes, divided=0)
 
 
 @pytest.mark.parametrize("key", ["transformers", "moequant"])
@@ -94,9 +127,11 @@ def sums(path, model_type):
 def test_the_parts_of_a_checkpoint_are_those_of_its_tensors(
     make_checkpoint, converted, model_type, format
 ):
-    path = make_checkpoint(model_type=model_type)
+    # vLLM does not divide W4A8 experts of less.
+    sizes = {"intermediate": 512}
+    path = make_checkpoint(model_type=model_type, **sizes)
     if format is not None:
-        path = converted(format, model_type=model_type)
+        path = converted(format, model_type=model_type, sizes=sizes.items())
     experts, divided, whole, mtp = sums(path, model_type)
     report = check_checkpoint(Checkpoint.open(path), tp=2)
     memory = {engine.key: engine.memory for engine in report.engines}

@@ -112,6 +112,19 @@ def test_bytes_and_record_depend_neither_on_workers_nor_on_the_quantizer(
     assert records[0] == records[1]
 
 
+@pytest.mark.parametrize(
+    ("named", "search_range"), [({}, "narrow"), ({"search_range": "wide"}, "wide")]
+)
+def test_w4a8_searches_a_narrow_range_unless_the_rule_names_one(
+    source, stats, tmp_path, named, search_range
+):
+    given = {"format": "w4a8", "statistics": stats, "dry_run": True}
+    plan = convert(source, tmp_path, options=GPTQ | named, **given).plan
+    assert {unit.options["search_range"] for unit in plan.units} == {search_range}
+    plan = convert(source, tmp_path, options=named, **given).plan
+    assert {unit.options["search_range"] for unit in plan.units} == {"wide"}
+
+
 class _StopError(Exception):
     pass
 

@@ -171,3 +171,13 @@ def test_codes_that_do_not_fill_their_groups_are_refused(format, columns):
     tensors["m.weight_packed"] = packed[:, : columns // per_item]
     with pytest.raises(CheckpointError, match=rf"m\.weight_packed: {columns} columns"):
         CT.from_disk("m", format, tensors)
+
+
+def test_a_byte_that_is_no_int4_code_is_refused():
+    dialect = get_dialect("compressed-tensors")
+    codes = torch.zeros(4, 256, dtype=torch.int8)
+    tensors = {"m.weight": codes, "m.weight_scale": torch.ones(4, 2)}
+    assert dialect.from_disk("m", "int4", tensors).shape == (4, 256)
+    codes[2, 7] = 8
+    with pytest.raises(CheckpointError, match=r"m\.weight: codes from 0 to 8, but INT4 has -8"):
+        dialect.from_disk("m", "int4", tensors)

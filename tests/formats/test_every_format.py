@@ -40,9 +40,9 @@ NOT_IDEMPOTENT = {
     ("fp8_block", "float32", "weighted"): "as without a search",
     ("fp8_channel", "float32"): "448 * scale / 448 may be one ulp off",
     ("fp8_tensor", "float32"): "448 * scale / 448 may be one ulp off",
-    ("w4a8", "none"): "dequantized groups no longer ask for the step they were given",
-    ("w4a8", "weighted"): "dequantized groups no longer ask for the step they were given",
-    ("w4a8", "mse"): "dequantized groups no longer ask for the step they were given",
+} | {
+    ("w4a8", *values): "dequantized groups no longer ask for the step they were given"
+    for values in itertools.product(*CONVERTIBLE["w4a8"].options.values())
 }
 
 

@@ -13,8 +13,8 @@ from moequant.formats.blocks import expand_blocks
 from moequant.formats.fp8_block import SEARCH_FACTORS as FP8_FACTORS
 from moequant.formats.importance import importance_of
 from moequant.formats.nvfp4 import SEARCH_STEPS, WEIGHTED_STEPS
-from moequant.formats.w4a8 import SEARCH_FACTORS as W4A8_FACTORS
-from moequant.formats.w4a8 import _scale_of, _step
+from moequant.formats.w4a8 import WEIGHTED_FACTORS as W4A8_FACTORS
+from moequant.formats.w4a8 import _scale_of, _step, join_scale, split_scale
 
 N, K = 256, 512
 WEIGHTED = [name for name, f in CONVERTIBLE.items() if "weighted" in f.options.get("search", ())]
@@ -105,25 +105,60 @@ def test_mxfp4_takes_the_better_of_its_rule_and_one_less(rule):
     assert (found <= within(best, w, square, (1, 32))).all()
 
 
-def test_w4a8_takes_the_weighted_optimum_of_its_factors():
+def int4_errors(w, square, scales):
+    """Weighted errors of each group under scales [N, K / 128], in float64."""
+    wide = scales.double()[..., None]
+    decoded = (w.double().reshape(N, K // 128, 128) / wide).round().clamp(-8, 7) * wide
+    return weighted_errors(w, decoded.reshape(N, K), square, (1, 128))
+
+
+def test_w4a8_takes_the_weighted_optimum_of_its_factors_and_of_the_scales_beside():
     w, square, fmt = weight(), mean_square(), CONVERTIBLE["w4a8"]
     q = fmt.quantize(w, {"search": "weighted"}, mean_square=square)
-    groups = w.double().reshape(N, K // 128, 128)
-    # Steps are chosen before they are rounded to what vLLM's loader splits exactly.
     step = _step(w.float().reshape(N, K // 128, 128))
-    errors = []
-    for factor in W4A8_FACTORS:
-        size = step.double()[..., None] * factor
-        decoded = (groups / size).round().clamp(-8, 7) * size
-        errors.append(weighted_errors(w, decoded.reshape(N, K), square, (1, 128)))
-    errors = torch.stack(errors)
-    best = torch.tensor(W4A8_FACTORS)[errors.argmin(0)]
-    second = errors.sort(0).values[1]
-    clear = second > errors.amin(0) * CLOSE
-    assert clear.double().mean() > 0.99
-    # A row whose factors are all clear has the scales that follow from them.
+    errors = torch.stack([int4_errors(w, square, step * factor) for factor in W4A8_FACTORS])
+    factor = torch.tensor(W4A8_FACTORS)[errors.argmin(0)]
+    clear = errors.sort(0).values[1] > errors.amin(0) * CLOSE
+    # The scales of a row follow from its factors, which are known where all are clear.
     rows = clear.all(1)
-    assert torch.equal(q.scale[rows], _scale_of(step * best)[rows])
+    assert rows.double().mean() > 0.95
+    group_scale, row_scale = split_scale(_scale_of(step * factor))
+    code = group_scale.view(torch.uint8).int()
+    found = weighted_errors(w, dequantize(q).double(), square, (1, 128))
+    beside = [
+        join_scale((code + more).clamp(1, 0x66).byte().view(torch.float8_e4m3fn), row_scale)
+        for more in (0, -1, 1)
+    ]
+    nearest, *_ = errors = torch.stack([int4_errors(w, square, scale) for scale in beside])
+    largest = step * factor == (step * factor).amax(1, keepdim=True)
+    wanted = torch.where(largest, nearest, errors.amin(0))
+    assert (found <= within(wanted, w, square, (1, 128)))[rows].all()
+    assert torch.equal(q.scale[largest & rows[:, None]], beside[0][largest & rows[:, None]])
+    assert found[rows].sum() < 0.99 * nearest[rows].sum()
+
+
+def test_w4a8_takes_smaller_scales_where_one_channel_counts_most():
+    w, square, fmt = weight(), torch.ones(K), CONVERTIBLE["w4a8"]
+    square[5::128] = 1e6
+    q = fmt.quantize(w, {"search": "weighted"}, mean_square=square)
+    step = _step(w.float().reshape(N, K // 128, 128))
+    ratio = q.scale.float() / step
+    # The least factor, and at most half of that: below 2**-6, E4M3 has steps of 2**-9 alone.
+    assert W4A8_FACTORS[-1] / 2 <= ratio.min() < 0.25
+    fewer = torch.stack([int4_errors(w, square, step * n / 16) for n in range(13, 19)]).amin(0)
+    found = weighted_errors(w, dequantize(q).double(), square, (1, 128))
+    assert found.sum() < 0.7 * fewer.sum()
+
+
+def test_w4a8_with_equal_mean_squares_is_no_worse_than_mse():
+    w, fmt = weight(2), CONVERTIBLE["w4a8"]
+    q = fmt.quantize(w, {"search": "weighted"}, mean_square=torch.full((K,), 0.37))
+    mse = fmt.quantize(w, {"search": "mse"})
+    error, of_mse = (
+        weighted_errors(w, dequantize(one).double(), torch.ones(K), (1, 128)) for one in (q, mse)
+    )
+    # Scales are chosen by the error that they have when they are rounded.
+    assert error.sum() < of_mse.sum()
 
 
 @pytest.mark.parametrize("scale", CONVERTIBLE["fp8_block"].options["scale"])
@@ -152,7 +187,8 @@ CASES = [
     if name != "fp8_block"
     for values in product(*CONVERTIBLE[name].options.values())
     # The rule mse begins with the exponent of even.
-    if "weighted" in values and not {"floor", "ceil"}.intersection(values)
+    # The wide one of w4a8 tries other scales than mse.
+    if "weighted" in values and not {"floor", "ceil", "wide"}.intersection(values)
 ]
 
 

@@ -42,6 +42,8 @@ def test_a_name_of_another_format_is_never_taken_for_one():
         ("FP4", "nvfp4 or mxfp4"),
         ("nvpf4", "nvfp4"),
         ("fp8_blok", "fp8_block"),
+        ("mxfp", "mxfp4 or mxfp8"),
+        ("NV", "nvfp4"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(text, nearest):

@@ -76,13 +76,22 @@ def weights() -> dict[str, Tensor]:
 
 WEIGHTS = weights()
 every_weight = pytest.mark.parametrize("w", WEIGHTS.values(), ids=WEIGHTS.keys())
-both_searches = pytest.mark.parametrize("search", ["none", "mse"])
+every_search = pytest.mark.parametrize("search", ["none", "mse", "weighted"])
+
+
+def searched(w: Tensor, search: str) -> QuantizedWeight:
+    """`w` quantized by a search; weighted by mean squares from 1 to 1e-8, one of 1e6."""
+    generator = torch.Generator().manual_seed(7)
+    square = torch.rand(w.shape[-1], generator=generator) ** 8 + 1e-8
+    square[5] = 1e6
+    mean_square = square if search == "weighted" else None
+    return get_format("w4a8").quantize(w, {"search": search}, mean_square=mean_square)
 
 
 @every_weight
-@both_searches
+@every_search
 def test_effective_weight_is_the_loaders_chain_written_out(w, search):
-    q = quantize(w, "w4a8", search=search)
+    q = searched(w, search)
     for k_shards in (1, 2, 4, 8):
         assert torch.equal(effective_weight(q, k_shards=k_shards), kernel_weight(q, k_shards))
 
@@ -153,9 +162,9 @@ def test_every_grid_scale_survives_the_loader(exponent, reciprocal):
 
 
 @every_weight
-@both_searches
+@every_search
 def test_scales_survive_the_loader_bit_for_bit(w, search):
-    scale = quantize(w, "w4a8", search=search).scale
+    scale = searched(w, search).scale
     fp8, chan = loader(scale)
     group_scale, row_scale = split_scale(scale)
     assert torch.equal(group_scale.float(), fp8.float())
@@ -169,13 +178,13 @@ def test_scales_survive_the_loader_bit_for_bit(w, search):
 @settings(max_examples=50, deadline=None)
 @given(
     exponents=st.lists(st.integers(-40, 120), min_size=4, max_size=4),
-    search=st.sampled_from(["none", "mse"]),
+    search=st.sampled_from(["none", "mse", "weighted"]),
     seed=st.integers(0, 2**16),
 )
 def test_scales_survive_whatever_the_groups_of_a_row(exponents, search, seed):
     w = normal(16, 4, 128, std=1, seed=seed).float()
     w = (w * torch.exp2(torch.tensor(exponents)).reshape(4, 1)).reshape(16, 512)
-    scale = quantize(w, "w4a8", search=search).scale
+    scale = searched(w, search).scale
     assert torch.equal(join_scale(*split_scale(scale)), scale)
 
 
@@ -239,14 +248,14 @@ def test_weights_below_half_the_smallest_scale_become_zero(magnitude):
     assert not effective_weight(q).any()
 
 
-@both_searches
+@every_search
 def test_scales_are_normal_and_both_readings_finite_at_every_magnitude(search):
     exponent = torch.arange(-149, 128).reshape(-1, 1)
     w = torch.ldexp(normal(277, 256, std=1).double(), exponent)
     w = w.clamp(-FLOAT32_MAX, FLOAT32_MAX).float()
     w = torch.cat([w, torch.full((1, 256), FLOAT32_MAX), torch.full((1, 256), -FLOAT32_MAX)])
     w[-2, 1::2] *= -1
-    q = quantize(w, "w4a8", search=search)
+    q = searched(w, search)
     assert q.scale.isfinite().all()
     assert (q.scale.float() >= BFLOAT16_TINY).all()
     for reading in (dequantize(q), effective_weight(q)):

@@ -90,6 +90,14 @@ def test_with_deletion_the_disk_holds_the_output_and_four_shards(hub, wanted, tm
     assert contents(out) == wanted
 
 
+def test_with_deletion_shards_that_are_needed_one_after_the_other_are_fetched_once(hub, tmp_path):
+    """One output shard is filled in the order of the source's, so none is needed again."""
+    done = hub.run("convert", hub.id, tmp_path / "out", "--format", "nvfp4", DELETE)
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert sorted(sent(hub)) == list(shards(hub))
+
+
 @contextmanager
 def watched(folder):
     """A list of the bytes that a folder held meanwhile, about every millisecond."""

@@ -238,6 +238,29 @@ def test_a_folder_made_from_other_files_is_refused_by_name(own, make_checkpoint)
         load_experts(folder, 0)
 
 
+def test_a_folder_is_stale_where_the_index_is_another(own):
+    path = own("fp8_block")
+    folder = prepare(path, target="sm90").folder
+    index = path / "model.safetensors.index.json"
+    index.write_text(index.read_text() + "  ")
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*other files"):
+        load_experts(folder, 0)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4", "w4a8"])
+def test_headers_of_the_originals_are_not_read_to_load_a_prepared_layer(own, format):
+    path = own(format)
+    folder = prepare(path, target="sm90").folder
+    expected = load_experts(folder, 0).state_dict()
+    for file in path.glob("*.safetensors"):
+        status = file.stat()
+        file.write_bytes(bytes(status.st_size))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    loaded = load_experts(folder, 0).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(bytes_of(loaded[n]), bytes_of(expected[n])) for n in expected)
+
+
 def edit_manifest(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
@@ -291,7 +314,7 @@ def test_a_layer_of_another_format_than_config_json_says_is_stale(own):
         load_experts(folder, 1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 4}', "\xff"])
 def test_a_manifest_that_is_not_ours_is_refused(own, text):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder
@@ -304,7 +327,7 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema_version=2), r"schema_version: Input should be 3, but found 2;"),
+        (lambda m: m.update(schema_version=3), r"schema_version: Input should be 4, but found 3;"),
         (lambda m: m.pop("schema_version"), r"schema_version: Field required;"),
         (lambda m: m.update(layers={}), r"layers: .* at least 1 item"),
         (lambda m: m.update(originals={"a": []}), r"originals\.a: .* at least 2 items"),

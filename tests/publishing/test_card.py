@@ -15,6 +15,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError
 from moequant.publishing import plan_push
 from moequant.publishing.markdown import code_block, table
+from moequant.reporting import make_report
 from moequant.verification import verify
 
 REPO = "me/it-nvfp4"
@@ -252,6 +253,23 @@ def test_a_missing_file_is_named(copy):
     (copy / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         plan_push(copy, REPO)
+
+
+def test_the_pictures_of_a_report_are_in_the_card_with_captions(
+    source, converted, report, tmp_path
+):
+    page = tmp_path / "report.html"
+    page.write_text(make_report([converted], against=source).to_html())
+    plan = plan_push(converted, REPO, verification=report, report=page)
+    for name, words in (("errors-gate-and-up", "gate and up"), ("errors-down", "down")):
+        caption = rf"Error of {words} in out by layer and expert, from \S+ % \(dark\) to \S+ %"
+        shown = rf"{caption} \(bright\):\n\n!\[{name}\]\(moequant-report/{name}\.svg\)"
+        assert re.search(shown, plan.card)
+        (file,) = (file for file in plan.extras if file.name == f"moequant-report/{name}.svg")
+        assert file.content.startswith(b'<svg xmlns="http://www.w3.org/2000/svg"')
+    (tmp_path / "errors-down.svg").write_text("<svg/>")
+    with pytest.raises(MoequantError, match=r"errors-down\.svg: two files would have this name"):
+        plan_push(converted, REPO, report=page, pictures=[tmp_path / "errors-down.svg"])
 
 
 def test_files_with_one_name_and_no_picture_are_refused(converted, tmp_path):

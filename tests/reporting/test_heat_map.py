@@ -52,8 +52,8 @@ def test_one_expert_far_off_does_not_hide_the_others():
     scale = Scale.of(values, str)
     assert (scale.low, scale.high) == (0.08, 0.1)
     assert [scale.index(v) for v in values] == [1, 125, 250, 188, 251, 0]
-    assert "above 0.1" in color_key(scale, values, marked=False)
-    assert "above" not in color_key(scale, values[:4], marked=False)
+    assert "above 0.1" in color_key(scale, values)
+    assert "above" not in color_key(scale, values[:4])
 
 
 def test_values_that_hardly_differ_have_similar_colors():

@@ -38,7 +38,7 @@ def test_long_names_are_cut():
 def test_numbers_are_words_with_three_digits():
     values = [None, 0.0, 1.3e-7, 0.00312, 0.0952, 0.317, 1, 1.444]
     assert [percent(value) for value in values] == [
-        "-", "0.000 %", "1.3e-07", "0.312 %", "9.52 %", "31.7 %", "100 %", "144.4 %",
+        "-", "0 %", "1.3e-05 %", "0.312 %", "9.52 %", "31.7 %", "100 %", "144.4 %",
     ]  # fmt: skip
     assert [seconds(value) for value in (3.14, 41, 720, 11160)] == [
         "3.1 s",

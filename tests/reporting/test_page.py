@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from moequant.reporting import make_report
+from moequant.reporting.calibration_section import calibration_section
 from moequant.reporting.page import render_page
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=y>&amp;\x00\u202e</style>"
@@ -30,7 +31,7 @@ def test_a_page_has_the_verdict_and_a_figure_of_each_kind(report_of, read_page):
     assert any("Humming (16-bit activations)" in row for row in kernels)
     title, *fits = page.tables["Least numbers of ranks at which the weights fit"]
     assert title[1].startswith("vLLM, ")
-    assert [row[1:] for row in fits] == [["tp 1 or tp 1 and ep 1"] * (len(title) - 1)]
+    assert [row[1:] for row in fits] == [["tp 1"] * (len(title) - 1)]
     assert page.rows("Codes and scales that were counted")["nvfp4"][0] == "24 of 24"
     assert page.rows("Files, by moequant.json")["config.json"]
     assert "moequant convert" in page.text
@@ -182,6 +183,19 @@ def test_calibration_is_shown_with_fallbacks(
     rows = page.rows("Tokens and largest magnitudes of each layer")
     assert rows["0"][:3] == ["0", "45", "90"]
     assert rows["0"][-2:] == ["0", "1-2"]
+
+
+def test_many_tokens_are_no_fault_and_experts_without_any_have_a_frame():
+    layer = {
+        "layer": 0, "tokens": [0, 3, 4, 2000], "unrouted": [0], "mostly_pooled": [1, 2],
+        "hidden_amax": 3.0, "intermediate_amax": 4.0,
+    }  # fmt: skip
+    data = {"tokens": 2007, "windows": 4}
+    page = calibration_section({"experts": 4, "prior_tokens": 64, "data": data, "layers": [layer]})
+    for words in ("<span>0 tokens</span>", "<span>2,000 tokens</span>", "</i>no token</span>"):
+        assert words in page
+    assert "above" not in page
+    assert page.count('class="mark"') == 1
 
 
 LARGE = {"layers": 61, "experts": 256}

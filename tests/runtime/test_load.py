@@ -19,7 +19,7 @@ from moequant.preparation import prepare
 from moequant.preparation.layers import backends_for
 from moequant.runtime import load_experts
 from moequant.runtime.backends import TARGETS
-from moequant.runtime.layer_reader import LayerReader
+from moequant.runtime.layer_reader import LayerReader, _PreparedLayer
 from moequant.runtime.load import open_reader
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.runtime.staging import _Slot
@@ -125,19 +125,19 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
     file = next(folder.glob("layer-00001*"))
     tensors = read_header(file, file.name).values()
     read, read_into = [], FixedFile.read_into
-    sent, send = [], _Slot.send
+    sent, move = [], _Slot.move
 
     def counted_read(self, start, buffer):
         if self.path == file:
             read.append(buffer.nbytes)
         read_into(self, start, buffer)
 
-    def counted_send(self, chunk):
+    def counted_move(self, chunk):
         sent.append(sum(part.nbytes for _, part in chunk.parts))
-        send(self, chunk)
+        move(self, chunk)
 
     monkeypatch.setattr(FixedFile, "read_into", counted_read)
-    monkeypatch.setattr(_Slot, "send", counted_send)
+    monkeypatch.setattr(_Slot, "move", counted_move)
     reader = open_reader(folder, torch.device(device))
     # What a header must say is found out with tensors that hold nothing: no kernel runs for it.
     opened = reader._prepared.open_layer(1)
@@ -162,6 +162,35 @@ def test_several_layers_come_by_index_in_the_order_given(converted):
         assert_holds(experts, path, layer, range(4))
     assert load_experts(path, iter(())) == {}
     assert list(load_experts(path, (0,))) == [0]
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8_block"])
+def test_several_prepared_layers_come_by_index_in_the_order_given(converted, format):
+    path = converted(format)
+    folder = prepare(path, target="sm90").folder
+    loaded = load_experts(folder, [1, 0], experts=[2, 0])
+    assert list(loaded) == [1, 0]
+    for layer, experts in loaded.items():
+        assert_holds(experts, path, layer, [2, 0])
+    assert load_experts(folder, iter(())) == {}
+
+
+def test_the_next_prepared_layer_is_on_its_way_before_one_is_completed(converted, monkeypatch):
+    folder = prepare(converted("mxfp4"), target="sm90").folder
+    happened = []
+    opened, completed = PreparedCheckpoint.open_layer, _PreparedLayer.complete
+    monkeypatch.setattr(
+        PreparedCheckpoint,
+        "open_layer",
+        lambda self, layer: happened.append(("opened", layer)) or opened(self, layer),
+    )
+    monkeypatch.setattr(
+        _PreparedLayer,
+        "complete",
+        lambda self: happened.append(("completed", self.layer)) or completed(self),
+    )
+    load_experts(folder, [0, 1])
+    assert happened == [("opened", 0), ("opened", 1), ("completed", 0), ("completed", 1)]
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_files_are_read_by_several_threads(staging, file, monkeypatch):
         read_into(self, start, buffer)
 
     monkeypatch.setattr(FixedFile, "read_into", wait)
-    for read in staging.stream([read_of(file, start, 64) for start in range(0, 768, 64)]):
-        assert read.target.tolist() != [255] * 64
+    for read in staging.stream([read_of(file, start, 32) for start in range(0, 768, 32)]):
+        assert read.target.tolist() != [255] * 32
 
 
 def test_a_failed_read_is_raised_and_ends_the_threads(staging, file):

@@ -15,6 +15,7 @@ from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.selftest import run, selftest
 from moequant.selftest.layers import EVEN, ODD, VARIANTS, calls_of
+from moequant.selftest.pool import Died
 
 COMPUTE = NaiveBatched.experts._run_batches
 
@@ -51,6 +52,24 @@ def test_it_runs_every_scheme_of_every_format(few):
         assert row["error"] <= 1e-6 < row["limit"]
         assert not row["failures"]
         assert not row["skipped"]
+
+
+def test_processes_find_what_one_does(few):
+    few("w4a8", "fp8_tensor")
+    alone, several = naive(), naive(processes=2)
+    assert several["ok"]
+    assert several["rows"] == alone["rows"]
+
+
+def test_a_process_that_ends_fails_its_row(few, monkeypatch):
+    few("w4a8")
+    monkeypatch.setattr(run, "run_apart", lambda *_: [(1, Died()), (0, "a row")])
+    monkeypatch.setattr(run, "_run_alone", None)
+    cases, _ = run._cases_of(backends()["naive_batched"], torch.device("cpu"))
+    (position, row), other = run._run_all(cases, 2)
+    assert other == (0, "a row")
+    assert (position, row.backend, row.calls) == (1, "naive_batched", 0)
+    assert row.failures == ["the process ended in it, without a result"]
 
 
 def test_it_says_why_a_backend_runs_nothing(few):

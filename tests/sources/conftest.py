@@ -115,6 +115,15 @@ def int4(shape, generator, *, group=128, scale_dtype=torch.bfloat16):
     )
 
 
+def int4_bytes(shape, generator):
+    """Two's complement, one code in a byte, as llm-compressor writes W4A8."""
+    N, K = shape
+    code = torch.randint(-8, 8, shape, generator=generator)
+    scale = (0.001 + 0.01 * torch.rand((N, K // 128), generator=generator)).bfloat16()
+    numbers = code * spread(scale.float(), 1, 128, shape)
+    return Encoded({"weight": code.to(torch.int8), "weight_scale": scale}, numbers)
+
+
 def int4_signed(shape, generator):
     """Two's complement in I8, as SGLang's w4afp8 has it, with scales that are no BF16 numbers."""
     N, K = shape
@@ -334,6 +343,16 @@ FORMS = {
         ),
         "int4",
         (),
+    ),
+    "int-quantized, W4AFP8": Form(
+        int4_bytes,
+        group_of(
+            "int-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            TOKENS,
+        ),
+        "int4",
+        ("w4a8",),
     ),
     "fp8, experts in FP4": Form(
         lambda shape, generator: as_int8(mxfp4(shape, generator)),

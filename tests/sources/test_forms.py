@@ -30,6 +30,7 @@ NAMES = [
     "pack-quantized, W4AFP8",
     "pack-quantized, W4A16",
     "pack-quantized, groups of 32",
+    "int-quantized, W4AFP8",
     "fp8, experts in FP4",
     "fp8, one scale",
     "fp8, one scale by transformers' name",

@@ -25,7 +25,7 @@ from moequant.storage.locate import locate
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -76,10 +76,63 @@ def test_checkpoint_lists_every_tensor_in_natural_order(folder: Path) -> None:
 
 def test_sizes_and_state_of_files_are_those_on_disk(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
-    state = {f: [(folder / f).stat().st_size, (folder / f).stat().st_mtime_ns] for f in (A, B)}
+    files = (A, B, INDEX_FILE)
+    state = {f: [(folder / f).stat().st_size, (folder / f).stat().st_mtime_ns] for f in files}
     assert checkpoint.file_state() == state
-    assert checkpoint.file_bytes == {file: size for file, (size, _) in state.items()}
+    assert checkpoint.file_bytes == {file: state[file][0] for file in (A, B)}
     assert json.loads(json.dumps(checkpoint.file_state())) == checkpoint.file_state()
+
+
+def test_headers_of_a_known_checkpoint_are_read_once_they_are_wanted(folder: Path) -> None:
+    state = Checkpoint.open(folder).file_state()
+    for file in (A, B):
+        _spoil_header(folder / file)
+    known = Checkpoint.open_known(folder, state)
+    assert known.file_state() == state
+    assert known.config == {"model_type": "qwen3_moe"}
+    with pytest.raises(CheckpointError, match=A):
+        len(known.tensors)
+
+
+def test_a_known_checkpoint_holds_what_an_opened_one_does(folder: Path) -> None:
+    opened = Checkpoint.open(folder)
+    known = Checkpoint.open_known(folder, opened.file_state())
+    assert list(known.tensors.items()) == list(opened.tensors.items())
+    assert known.info("head") == opened.info("head")
+    assert torch.equal(known.read("head"), opened.read("head"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder, state: state[A].__setitem__(0, 1),
+        lambda folder, state: state[A].__setitem__(1, 1),
+        lambda folder, state: state[INDEX_FILE].__setitem__(1, 1),
+        lambda folder, state: state.pop(INDEX_FILE),
+        lambda folder, state: state.update({"gone.safetensors": [1, 1]}),
+        lambda folder, state: state.update({f"../{folder.name}/{A}": state.pop(A)}),
+        lambda folder, state: state.clear(),
+    ],
+)
+def test_headers_of_a_checkpoint_with_another_state_are_read_at_once(
+    folder: Path, change: Callable[[Path, dict[str, list[int]]], object]
+) -> None:
+    opened = Checkpoint.open(folder)
+    state = opened.file_state()
+    change(folder, state)
+    assert Checkpoint.open_known(folder, state).file_state() == opened.file_state()
+    _spoil_header(folder / A)
+    with pytest.raises(CheckpointError, match=A):
+        Checkpoint.open_known(folder, state)
+
+
+def _spoil_header(path: Path) -> None:
+    """Make a header unreadable, and leave size and time as they were."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"x")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_natural_order_counts() -> None:

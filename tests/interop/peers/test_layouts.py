@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from moequant.compatibility import check_checkpoint
 from moequant.conversion import Recipe, convert
-from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
 from moequant.runtime import load_experts
 from moequant.storage.checkpoint import Checkpoint
@@ -34,6 +33,7 @@ READ = {
     "llm-compressor MXFP4": ("mxfp4", "mxfp4", True, True, False),
     "llm-compressor MXFP8": ("mxfp8", "mxfp8", False, True, False),
     "llm-compressor W4A16": ("int4", "int4", True, True, True),
+    "llm-compressor W4AFP8": ("int4", "int4", False, False, False),
     "llm-compressor mixed": ("nvfp4", "fp8_channel", False, True, True),
     "model_free_ptq FP8_BLOCK": ("fp8_block", "fp8_block", False, True, True),
     "model_free_ptq NVFP4A16": ("nvfp4", "nvfp4", False, False, False),
@@ -43,11 +43,11 @@ READ = {
         "fp8_channel", "fp8_channel", False, False, False,
     ),
     "Model-Optimizer FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": (
-        "fp8_block", "fp8_block", False, None, None,
+        "fp8_block", "fp8_block", False, False, False,
     ),
     "Model-Optimizer NVFP4_DEFAULT_CFG": ("nvfp4", "nvfp4", False, True, True),
     "Model-Optimizer W4A16_NVFP4_CFG": ("nvfp4", "nvfp4", False, True, True),
-    "Model-Optimizer MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8", False, True, None),
+    "Model-Optimizer MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8", False, True, True),
     "Model-Optimizer mixed": ("nvfp4", "fp8_tensor", False, True, True),
 }  # fmt: skip
 APART = "model_free_ptq NVFP4A16"
@@ -55,7 +55,7 @@ APART = "model_free_ptq NVFP4A16"
 
 
 def test_every_recorded_output_is_tested():
-    assert RECORDED["outputs"].keys() - READ.keys() == {"llm-compressor W4AFP8"}
+    assert RECORDED["outputs"].keys() == READ.keys()
 
 
 def made_up(name, dtype, shape, generator, *, apart):
@@ -69,7 +69,9 @@ def made_up(name, dtype, shape, generator, *, apart):
         differs = apart and name.endswith("up_proj.weight_global_scale")
         one = 127 if dtype == "U8" else 2.0 if differs else 1.0
         return torch.full(shape, one).to(stored)
-    if stored in (torch.uint8, torch.int8, torch.int32):
+    if stored == torch.int8:  # INT4 codes, one in a byte
+        return torch.randint(-8, 8, shape, generator=generator).to(stored)
+    if stored in (torch.uint8, torch.int32):
         rows = torch.randint(0, 255, (*shape, stored.itemsize), generator=generator)
         return rows.to(torch.uint8).view(stored).reshape(shape)
     return (torch.randn(shape, generator=generator) * 4).to(stored)
@@ -108,6 +110,8 @@ def test_check_reads_it_and_says_which_engines_load_it(tmp_path, output, wanted)
     assert [engine.loads for engine in report.engines[:3]] == engines
     known = {"gate-up-global-scales"} if output == APART else set()
     known |= {"row-scales"} if "PER_CHANNEL" in output else set()
+    known |= {"unpacked-codes"} if "W4AFP8" in output else set()
+    known |= {"blocks-alone"} if "BLOCKWISE" in output else set()
     assert {defect.id for defect in defects} == known
 
 
@@ -157,13 +161,6 @@ def test_fp8_attention_beside_nvfp4_is_written_as_model_optimizer_writes_it(
             assert ".experts." not in name or [*written.shape] == shape, name
     loaded = {e.key: e.loads for e in check_checkpoint(checkpoint).engines}
     assert loaded == {"transformers": False, "vllm": True, "sglang": True, "moequant": True}
-
-
-def test_unpacked_integers_are_refused_by_name(tmp_path):
-    """llm-compressor 0.14 writes W4AFP8 as I8, one code a byte, as compressed-tensors infers."""
-    path = write("llm-compressor W4AFP8", tmp_path / "theirs")
-    with pytest.raises(UnsupportedError, match="format is 'int-quantized', but moequant reads"):
-        check_checkpoint(Checkpoint.open(path))
 
 
 def test_fp8_with_activation_scales_is_written_as_model_optimizer_writes_it(

@@ -129,6 +129,14 @@ def test_the_formulas_choice_is_the_first_candidate(family, tokens):
     assert all(family.check(tiling) for tiling in found)
 
 
+@every_family
+def test_candidates_reach_the_tiles_that_hold_all_tokens(family):
+    """As with skewed routing, where some experts have rows of most tokens."""
+    for tokens in (2, 20, 40, 100, 200, 2000):
+        rows = {t.rows for t in family.candidates(problem(tokens, experts=256, topk=8))}
+        assert max(rows) >= min(tokens, family.rows[-1])
+
+
 def test_experts_that_nearly_all_fit_a_tile_get_it():
     shape = {"experts": 128, "hidden": 2048, "intermediate": 768, "topk": 8}
     rows = {M: FP8.default(problem(M, **shape)).rows for M in (1, 32, 128, 512, 2048)}
