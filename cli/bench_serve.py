@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "serve",
     short_help="Time whole models in vLLM, transformers and moequant.",
     epilog=options.examples(
-        "moequant bench serve --shape qwen3-30b --format fp8_block,nvfp4",
+        "moequant bench serve --shape qwen3-30b --layers 12 --format fp8_block,nvfp4",
     ),
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=click.Path(path_type=Path))

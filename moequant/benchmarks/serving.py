@@ -6,7 +6,8 @@ part of it. The floor of a step is the time to read its weights and KV cache (`s
 bandwidth that the device is measured to have in the same run. The result is a JSON document:
 
     measured, method, machine, read_tb_per_s
-    batches, prefill_tokens, steps, activations, tensor_parallel
+    batches, prefill_tokens, steps, activations, tensor_parallel, expert_parallel
+    attention_backend   of vLLM; null for its choice
     checkpoints   for each: name, floor_ms (by batch), and
       engines       for each: engine, and either `error`, the reason, with `log`, the end of what it
                     printed, or
@@ -158,6 +159,8 @@ def bench_serving(
             "steps": measure.steps,
             "activations": measure.activations,
             "tensor_parallel": measure.tensor_parallel,
+            "expert_parallel": measure.expert_parallel,
+            "attention_backend": measure.attention_backend,
             "checkpoints": rows,
         }
         formats = random_source.formats if random_source is not None else ()

@@ -101,6 +101,7 @@ def test_our_model_and_transformers_are_timed_on_a_cpu(models):
     document = bench_serving(models, None, ServingMeasure(**SMALL))
     source, converted = document["checkpoints"]
     assert document["read_tb_per_s"] > 0
+    assert (document["expert_parallel"], document["attention_backend"]) == (False, None)
     assert (document["batches"], document["prefill_tokens"]) == ([1, 2], 16)
     (ours, theirs) = source["engines"]
     assert "no quantization_config" in ours["error"]
@@ -171,7 +172,7 @@ def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, k
     # Its name tells the stand-in what to do.
     copied = shutil.copytree(models[1], tmp_path / kind)
     measure = ServingMeasure(
-        engines=("vllm+moequant",), batches=(1,), rounds=1, steps=1, prefill_tokens=8, timeout_s=8
+        engines=("vllm+moequant",), batches=(1,), rounds=3, steps=64, prefill_tokens=8, timeout_s=8
     )
     started = time.monotonic()
     document = bench_serving([copied], None, measure)

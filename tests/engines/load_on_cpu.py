@@ -1,9 +1,10 @@
 """Load a converted checkpoint as vLLM does, on a CPU, and compare its experts with load_experts.
 
-    load_on_cpu.py CHECKPOINT
+    load_on_cpu.py CHECKPOINT [TARGET]
 
-vLLM's own config, model class, loader and layers; no kernel of vLLM's runs. Prints how many layers
-have the codes, scales and biases that `load_experts` reads, and fails if one differs.
+With TARGET, experts come from the folder that `moequant prepare --target TARGET` wrote. vLLM's own
+config, model class, loader and layers; no kernel of vLLM's runs. Prints how many layers have the
+codes, scales and biases that `load_experts` reads, and fails if one differs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 
-def main(checkpoint):
+def main(checkpoint, target=None):
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -42,7 +43,11 @@ def main(checkpoint):
         dtype="bfloat16",
         max_model_len=64,
     )
-    config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"))
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig("cpu"),
+        additional_config={} if target is None else {"moequant": {"prepared": target}},
+    )
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
         initialize_model_parallel(1, 1)
@@ -61,4 +66,4 @@ def main(checkpoint):
 
 
 if __name__ == "__main__":
-    main(str(Path(sys.argv[1])))
+    main(str(Path(sys.argv[1])), *sys.argv[2:])

@@ -12,6 +12,7 @@ import pytest
 
 from moequant.conversion import convert
 from moequant.dialects import REGISTRY
+from moequant.preparation import prepare
 
 pytestmark = [
     pytest.mark.vllm,
@@ -44,19 +45,39 @@ CLASSES = {
 }
 
 
+@pytest.fixture
+def load(make_checkpoint, tmp_path):
+    """load(model, format, dialect, target): what vLLM and load_on_cpu.py print."""
+
+    def load(model, format, dialect, *target):
+        source = make_checkpoint(model_type=model, config={"architectures": [CLASSES[model]]})
+        path = convert(source, tmp_path / "out", format=format, dialect=dialect).output
+        for name in target:
+            prepare(path, target=name)
+        script = Path(__file__).parent / "load_on_cpu.py"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", script, path, *target],
+            env={**os.environ, **SETTINGS},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        layers = 1 if model == "deepseek_v3" else 2
+        assert f"{layers} layers are equal" in done.stdout
+        return done.stdout + done.stderr
+
+    return load
+
+
 @pytest.mark.parametrize(("model", "format", "dialect"), WAYS)
-def test_vllm_loads_the_experts_of_our_files(make_checkpoint, tmp_path, model, format, dialect):
-    source = make_checkpoint(model_type=model, config={"architectures": [CLASSES[model]]})
-    path = convert(source, tmp_path / "out", format=format, dialect=dialect).output
-    script = Path(__file__).parent / "load_on_cpu.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, path],
-        env={**os.environ, **SETTINGS},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    layers = 1 if model == "deepseek_v3" else 2
-    assert f"{layers} layers are equal" in done.stdout
-    assert f"moequant runs routed experts in {format}" in done.stdout + done.stderr
+def test_vllm_loads_the_experts_of_our_files(load, model, format, dialect):
+    assert f"moequant runs routed experts in {format}" in load(model, format, dialect)
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "dialect"),
+    [("deepseek_v3", "fp8_block", "fp8"), ("gpt_oss", "mxfp4", "gpt-oss")],
+)
+def test_vllm_takes_prepared_experts_as_they_are(load, model, format, dialect):
+    assert "prepared for sm90) by its backend" in load(model, format, dialect, "sm90")

@@ -11,6 +11,7 @@ experts are given to `FusedExperts`.
     refusals.py     what is not served
     activation.py   vLLM's activation functions as ours
     stored.py       the parameters that vLLM's loader fills, and what makes weights of them
+    prepared.py     experts of a folder that `moequant prepare` wrote
     loading.py      vLLM's loader, with every tensor checked
     single.py       parameters of checkpoints with single experts
     gpt_oss.py      parameters of gpt-oss' stacked experts

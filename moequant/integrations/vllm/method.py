@@ -25,6 +25,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
+from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
 from moequant.integrations.vllm.refusals import check_biases, check_blocks
 from moequant.integrations.vllm.single import SingleExperts
 from moequant.integrations.vllm.stored import RankSizes
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from moequant.integrations.vllm.options import Options
     from moequant.integrations.vllm.scheme import ExpertScheme
     from moequant.integrations.vllm.stored import StoredExperts
+    from moequant.runtime import ExpertWeights
+    from moequant.runtime.backends import PackedExperts
 
 # In vLLM's own tree of loggers, which prints what is logged.
 logger = init_logger("vllm.moequant")
@@ -68,6 +71,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.options = options
         self.dummy = dummy
         self.stored: StoredExperts | None = None
+        self.prepared: PreparedExperts | None = None
         self.experts: FusedExperts | None = None
         self._called = False
         self.act_fn = act_fn_of(moe.activation.value, activation_numbers(moe))
@@ -117,6 +121,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             others: what vLLM gives to methods of its own.
 
         Raises:
+            CheckpointError: the prepared folder that was asked for does not fit.
             UnsupportedError: sizes that are not served, or no backend runs the experts.
         """
         sizes = RankSizes(
@@ -130,14 +135,20 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if kind is SingleExperts:
             check_blocks(self.name, self.scheme.format, sizes)
         self.stored = kind(self.name, self.scheme, sizes)
-        self.stored.create(layer, weight_loader)
-        self._check_backend(sizes, next(layer.parameters()).device)
+        from_prepared = self.options.prepared
+        loader = weight_loader if from_prepared is None else keeping_nothing(layer)
+        self.stored.create(layer, loader)
+        device = next(layer.parameters()).device
+        self._check_backend(sizes, device)
+        if from_prepared is not None:
+            self.prepared = PreparedExperts(self.name, from_prepared, sizes, device)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the loaded experts for their backend, and free the parameters.
+        """Pack the loaded experts for their backend, or read prepared ones; free the parameters.
 
         Raises:
-            CheckpointError: a tensor was not in the files, or has a value that the format does not.
+            CheckpointError: a tensor was not in the files, or has a value that the format does not;
+                or a prepared layer is damaged or stale.
             UnsupportedError: weights are loaded a second time.
         """
         if self.experts is not None or self.stored is None:
@@ -147,15 +158,13 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         if not self.dummy:
             self.stored.check_loaded()
-        asked = self.options.activations
         self.experts = FusedExperts(
-            self.stored.weights(
-                layer, self.act_fn, input_scales=self.scheme.uses_input_scales(asked)
-            ),
+            self._weights(layer),
             backend=self.options.backend,
-            activations=self.scheme.choose(asked),
+            activations=self.scheme.choose(self.options.activations),
             expert_map=layer.expert_map,
         )
+        self.prepared = None
         self.stored.free(layer)
         self._say(self.experts)
 
@@ -191,6 +200,20 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         return out
 
+    def _weights(self, layer: Any) -> ExpertWeights | PackedExperts:
+        """What was loaded, or what was prepared."""
+        assert self.stored is not None
+        asked = self.options.activations
+        if self.prepared is None:
+            input_scales = self.scheme.uses_input_scales(asked)
+            return self.stored.weights(layer, self.act_fn, input_scales=input_scales)
+        return self.prepared.load(
+            layer.expert_map,
+            self.act_fn,
+            backend=self.options.backend,
+            activations=self.scheme.choose(asked),
+        )
+
     def _check_backend(self, sizes: RankSizes, device: torch.device) -> None:
         """Check that a backend runs the experts, before they are loaded."""
         asked = self.options.activations
@@ -222,7 +245,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         w = packed.workload
         logger.info_once(
             "moequant runs routed experts in %s (dialect %s, activations %s, E %d, H %d, I %d of "
-            "this rank, %s) by its backend %s on %s",
+            "this rank, %s%s) by its backend %s on %s",
             w.format,
             self.scheme.dialect.name,
             w.activations,
@@ -230,6 +253,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             w.hidden,
             w.intermediate,
             str(w.act_fn),
+            "" if self.options.prepared is None else f", prepared for {self.options.prepared}",
             packed.backend.name,
             str(w.device),
         )

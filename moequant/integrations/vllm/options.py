@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME
+from moequant.runtime.backends import TARGETS
 from moequant.runtime.packing import ACTIVATIONS
 from moequant.runtime.warm_up import MODES
 
@@ -25,12 +26,15 @@ class Options:
     Attributes:
         backend: name of a backend of moequant; None for the best that runs the experts.
         activations: as for `FusedExperts`; "format" is what the checkpoint says.
+        prepared: target of the prepared folder in the checkpoint's whose experts are read; None to
+            pack the checkpoint's own.
         warm_up: the sizes of calls whose kernels are compiled before the server is ready; see
             `tokens_of`.
     """
 
     backend: str | None = None
     activations: ActivationsChoice = "format"
+    prepared: str | None = None
     warm_up: Mode = "full"
 
 
@@ -61,4 +65,9 @@ def read_options(additional_config: object) -> Options:
         raise UnsupportedError(
             f"{where}: warm_up is {warm_up!r}, but must be one of {', '.join(MODES)}"
         )
-    return Options(backend=backend, activations=activations, warm_up=warm_up)
+    prepared = options.get("prepared")
+    if prepared is not None and prepared not in TARGETS:
+        raise UnsupportedError(
+            f"{where}: prepared is {prepared!r}, but must be one of {', '.join(TARGETS)}, or null"
+        )
+    return Options(backend=backend, activations=activations, prepared=prepared, warm_up=warm_up)

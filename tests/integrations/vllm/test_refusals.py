@@ -112,7 +112,10 @@ def test_functions_and_biases_of_unknown_order_are_refused(engine, given, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kernel": "x"}, "has 'kernel', but the options are backend, activations, warm_up"),
+        (
+            {"kernel": "x"},
+            "has 'kernel', but the options are backend, activations, prepared, warm_up",
+        ),
         ({"activations": "int8"}, "activations is 'int8', but must be one of format, none"),
         ({"warm_up": True}, "warm_up is True, but must be one of full, relax, skip"),
         ({"backend": 3}, "backend is 3, but must be a name, or null"),
