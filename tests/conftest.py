@@ -24,6 +24,23 @@ SIDECARS = {
 }
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request):
+    """Each test runs on a CPU, and on a GPU if there is one."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
     """make_checkpoint(**sizes): the folder of a source checkpoint; see `write_checkpoint`.

@@ -29,16 +29,6 @@ EXPERT_LAYERS = {
     "gpt_oss": (0, 1, 2),
     "granitemoe": (0, 1, 2),
 }
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 UNROUTED, RARE = 4, 1
 """Experts of `rarely_routed`: one that sees no token, one that sees three."""
 
@@ -97,7 +87,6 @@ def check_equals_hooks(found, wanted, *, hessian=False):
             assert (moment - rows.T @ rows / max(len(rows), 1)).abs().max() <= error, where
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", EXPERT_LAYERS)
 def test_statistics_are_those_of_hooks_on_the_whole_model(
     save, dataset, samples, tmp_path, name, device
@@ -232,7 +221,6 @@ class Interrupts(SilentProgress):
                 raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("hessian", [False, True])
 def test_an_interrupted_calibration_continues_to_the_same_bytes(
     save, dataset, samples, tmp_path, hessian, device

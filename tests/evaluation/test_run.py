@@ -20,16 +20,6 @@ from moequant.progress import SilentProgress
 
 FORMATS = {"qwen3_moe": "nvfp4", "mixtral": "w4a8", "deepseek_v3": "fp8_block", "gpt_oss": "mxfp4"}
 SETTINGS = {"windows": 6, "window_tokens": 24, "batch_tokens": 50}
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 # Float32 sums in another order, as in tests/models/test_layerwise.py, of the largest logit.
 RELATIVE = 1e-5
 
@@ -124,7 +114,6 @@ def check(figures, reference, test, ids):
     assert figures.positions == ids.numel()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", FORMATS)
 def test_figures_are_those_of_whole_models(converted, data, ids, tmp_path, model_type, device):
     source, test = converted(model_type, FORMATS[model_type])
@@ -192,7 +181,6 @@ class Descriptions(SilentProgress):
         self.started.append(description)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_kept_reference_gives_the_same_figures_and_is_not_run(converted, data, tmp_path, device):
     source, test = converted("qwen3_moe", "nvfp4")
     keep, runs = tmp_path / "kept", []

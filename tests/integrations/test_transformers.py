@@ -29,11 +29,6 @@ BESIDES = ("qwen2_moe", "olmoe", "deepseek_v2")
 CASES = [(n, f) for n in ASKED_FOR for f in CONVERTIBLE] + [(n, "fp8_block") for n in BESIDES]
 
 every_case = pytest.mark.parametrize(("name", "format"), CASES)
-on_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +41,6 @@ def test_every_small_model_is_here(models):
     assert set(models) == {*ASKED_FOR, *BESIDES}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @every_case
 def test_logits_are_those_of_decoded_experts(converted, decoded, prompt, name, format, device):
     """In float32, activations not quantized: only the order of float32 sums differs.
