@@ -126,17 +126,22 @@ def _compile(lib: ctypes.CDLL, source: str, options: list[str]) -> bytes:
         lib.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None), "nvrtc"
     )
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = lib.nvrtcCompileProgram(program, len(options), arguments)
     size = ctypes.c_size_t()
-    if failed:
-        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        lib.nvrtcGetProgramLog(program, log)
-        raise MoequantError(log.value.decode())
-    lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    lib.nvrtcGetCUBIN(program, cubin)
-    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    try:
+        if lib.nvrtcCompileProgram(program, len(options), arguments):
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            macros = " ".join(option for option in options if option.startswith("-D"))
+            raise MoequantError(
+                f"the compiler NVRTC of CUDA {torch.version.cuda} refuses a kernel ({macros}); "
+                f"open an issue with its log: {log.value.decode()}"
+            )
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, cubin)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
     return cubin.raw
 
 

@@ -27,6 +27,7 @@ ORDER = [
     "_version",
     "errors",
     "act_fn",
+    "cores",
     "kernels",
     "progress",
     "device",

@@ -7,7 +7,6 @@ arguments that `GroupedGemm` lists, then its own.
 from __future__ import annotations
 
 import ctypes
-import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from moequant.cores import available_cores
 from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
 from moequant.kernels.sm90.source import read_source, tile_classes, wgmma
 
@@ -34,7 +34,7 @@ ACT_FNS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglustep", "sit
 """The activation functions in the order of the macro ACT, see activation.cuh."""
 
 _THREADS = 384
-_COMPILERS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+_COMPILERS = min(16, available_cores())
 """Threads that compile; the calls of a model have about 20 kernels."""
 _SHARED_LIMIT = 227 * 1024
 

@@ -30,6 +30,7 @@ from moequant.benchmarks.machine import processor_name
 from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.random_checkpoint import write_bench_checkpoint
 from moequant.conversion import convert
+from moequant.cores import available_cores
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.storage.checkpoint import Checkpoint
@@ -281,7 +282,7 @@ def _weight_bytes(folder: Path) -> int:
 def _machine(against: Sequence[str]) -> dict[str, Any]:
     return {
         "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cores": available_cores(),
         "python": platform.python_version(),
         "moequant": __version__,
         "torch": str(torch.__version__),

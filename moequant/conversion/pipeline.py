@@ -43,6 +43,7 @@ from moequant.conversion.source_identity import (
     source_state,
 )
 from moequant.conversion.streaming import Stream, kept_bytes, remove_fetched
+from moequant.cores import available_cores
 from moequant.device import usable_device
 from moequant.errors import (
     MoequantError,
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
 CPU = "cpu"
 LOCAL = "local"
 RAY = "ray"
-DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+DEFAULT_WORKERS = min(8, available_cores())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from moequant.cores import available_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,9 @@ def run_apart(
             `if __name__ == "__main__"`.
     """
     missing = dict(enumerate(arguments))
-    with _pool(min(processes, len(missing) or 1)) as pool:
+    processes = min(processes, len(missing) or 1)
+    cores = max(1, available_cores() // processes)
+    with _pool(processes, cores) as pool:
         try:
             positions = {pool.submit(function, argument): i for i, argument in missing.items()}
             for future in as_completed(positions):
@@ -47,16 +50,29 @@ def run_apart(
             # Where this is interrupted, nobody waits for the results.
             pool.shutdown(cancel_futures=True)
     # The pool does not say which argument it was, and all behind it are without a result.
-    for position, argument in missing.items():
-        with _pool(1) as pool:
-            try:
-                yield position, pool.submit(function, argument).result()
-            except BrokenProcessPool:
-                yield position, Died()
+    with ThreadPoolExecutor(processes) as threads:
+        alone = {
+            threads.submit(_run_alone, function, argument, cores): i
+            for i, argument in missing.items()
+        }
+        try:
+            for done in as_completed(alone):
+                yield alone[done], done.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
-def _pool(processes: int) -> ProcessPoolExecutor:
-    cores = max(1, (os.cpu_count() or 1) // processes)
+def _run_alone(function: Callable[[Any], Any], argument: Any, cores: int) -> Any:
+    """What a process for this argument alone returns; `Died` where it ends before that."""
+    with _pool(1, cores) as pool:
+        try:
+            return pool.submit(function, argument).result()
+        except BrokenProcessPool:
+            return Died()
+
+
+def _pool(processes: int, cores: int) -> ProcessPoolExecutor:
+    """Processes that compute on `cores` cores each."""
     # A forked process could not use CUDA.
     return ProcessPoolExecutor(
         processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(cores,)

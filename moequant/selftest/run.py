@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant._version import __version__
+from moequant.cores import available_cores
 from moequant.device import usable_device
 from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import RUNNABLE, get_format
@@ -155,7 +156,7 @@ def selftest(
         if not runs:
             not_run[one.name] = reason
     if processes is None:
-        processes = min(_PROCESSES, os.cpu_count() or 1) if place.type == "cuda" else 1
+        processes = min(_PROCESSES, available_cores()) if place.type == "cuda" else 1
     report.start("self-test", len(cases), unit="cases")
     found: dict[int, _Row] = {}
     for position, row in _run_all(cases, processes):
