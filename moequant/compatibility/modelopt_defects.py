@@ -51,7 +51,7 @@ def modelopt_defects(modules: Sequence[Module], config: Mapping[str, Any]) -> It
     by_row = tuple(module.name for module in experts if _has_row_scales(module))
     if by_row:
         yield Defect(id="row-scales", names=by_row)
-    blocks = tuple(module.name for module in experts if module.stated == "fp8_block")
+    blocks = tuple(module.name for module in experts if _has_blocks(module))
     if blocks and not layers:
         yield Defect(id="blocks-alone", names=blocks)
     if not layers:
@@ -71,6 +71,11 @@ def _has_row_scales(module: Module) -> bool:
     return whole_rows and scale is not None and prod(scale.shape) > 1
 
 
+def _has_blocks(module: Module) -> bool:
+    """Whether it has a scale for several rows, but not for all."""
+    return get_format(str(module.stated)).block[0] not in (1, WHOLE)
+
+
 def _is_nvfp4(entry: object) -> bool:
     stated = entry.get("quant_algo") if isinstance(entry, dict) else None
     return str(stated).upper() in ("NVFP4", "W4A16_NVFP4")
@@ -80,7 +85,7 @@ def _finds_scale(module: Module, engine: str) -> bool:
     """Whether an engine finds the scale of a module of a mixture under the name and shape."""
     if module.stated == "mxfp8":
         name, axes = _SCALE_2D if engine == "vLLM" else _SCALE_INV_2D
-    elif module.stated == "fp8_block":
+    elif _has_blocks(module):
         is_4d = engine == "vLLM" and module.group != ROUTED_EXPERTS
         name, axes = _SCALE_4D if is_4d else _SCALE_INV_2D
     else:
