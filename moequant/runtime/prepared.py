@@ -73,7 +73,7 @@ class LayerFile:
             )
         prefix = f"layers.{layer}."
         tensors = {}
-        for name, info in layer_header(path, entry, remedy).items():
+        for name, info in _read_layer_header(path, entry, remedy).items():
             if not name.startswith(prefix):
                 raise CheckpointError(
                     f"{path}: holds {name}, but must hold layer {layer}; {remedy}"
@@ -250,10 +250,11 @@ class PreparedCheckpoint:
             raise self._stale(layer, "the converted checkpoint has other weights now")
 
     def _check_sizes(self, layer: int) -> None:
-        now, then = self.converted.checkpoint.file_state(), self.manifest.originals
-        if {file: state[0] for file, state in now.items()} != {
-            file: state[0] for file, state in then.items()
-        }:
+        now, then = (
+            {file: state[0] for file, state in states.items()}
+            for states in (self.converted.checkpoint.file_state(), self.manifest.originals)
+        )
+        if now != then:
             raise self._stale(layer, "the converted checkpoint has other files now")
 
     def _stale(self, layer: int, reason: str, *, same_formats: bool = True) -> CheckpointError:
@@ -305,6 +306,10 @@ def layer_header(path: Path, entry: PreparedLayer, remedy: str) -> dict[str, Ten
         CheckpointError: as `check_size`, or it is no safetensors.
     """
     check_size(path, entry, remedy)
+    return _read_layer_header(path, entry, remedy)
+
+
+def _read_layer_header(path: Path, entry: PreparedLayer, remedy: str) -> dict[str, TensorInfo]:
     try:
         return read_header(path, entry.file)
     except CheckpointError as error:
