@@ -32,6 +32,7 @@ from moequant.formats import QuantizedWeight, dequantize, get_format
 from moequant.formats.base import check_values
 from moequant.formats.blocks import expand_blocks
 from moequant.formats.elements import pack_nibbles, unpack_nibbles
+from moequant.quantizers.linear_algebra import cholesky
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -220,9 +221,9 @@ class Gptq:
         reverse = self._order.flip(0)
         H = self._hessian[reverse[:, None], reverse]
         H.diagonal().add_(damping * mean)
-        lower, fault = torch.linalg.cholesky_ex(H)
+        lower = cholesky(H)
         del H
-        if int(fault) != 0:
+        if lower is None:
             return None
         R: Tensor = lower.flip(0, 1)
         del lower
