@@ -95,6 +95,6 @@ def warnings_of_gpu(units: Iterable[Unit], device: str) -> Iterator[str]:
     chosen = (column_rounder(get_format(f).element, usable_device(device)) for f in sorted(formats))
     for reason in dict.fromkeys(one.reason for one in chosen if one.reason is not None):
         yield (
-            f"GPTQ on {device} takes 16 to 34 torch operations for each column of a weight, "
+            f"GPTQ on {device} takes 11 to 34 torch operations for each column of a weight, "
             f"many times as long as its kernel, which cannot be used: {reason}"
         )

@@ -18,7 +18,7 @@ from moequant.formats import dequantize, get_format, quantize
 from moequant.formats.elements import pack_nibbles
 from moequant.formats.w4a8 import join_scale, split_scale
 from moequant.quantizers import NativeQuantizer
-from moequant.quantizers.column_rounding import COLUMNS
+from moequant.quantizers.column_rounding import COLUMNS, round_columns_in_torch
 from moequant.quantizers.gptq import DAMPINGS, Gptq, unpacked_codes
 
 FORMATS = ("nvfp4", "mxfp4", "w4a8", "fp8_block")
@@ -341,7 +341,7 @@ class _Operations(TorchDispatchMode):
 @in_both_orders
 def test_with_a_kernel_there_are_three_launches_a_block_of_columns(format, activation_order):
     counts = []
-    for K in (256, 512):
+    for K in (256, 256, 512):  # once for what is kept from the first time on
         w, H = weight(24, K), hessian(K, 1000)
         q = quantize(w, format)
         with _Operations() as operations:
@@ -351,5 +351,21 @@ def test_with_a_kernel_there_are_three_launches_a_block_of_columns(format, activ
         counts.append(operations.count)
     blocks = (512 - 256) // COLUMNS
     # A product, its sum with the targets, and the kernel.
-    assert counts[1] - counts[0] == 3 * blocks
-    assert counts[0] < 120
+    assert counts[2] - counts[1] == 3 * blocks
+    assert counts[1] < 110
+
+
+@pytest.mark.parametrize(
+    ("format", "launches"), [("w4a8", 16), ("fp8_block", 11), ("nvfp4", 34), ("mxfp4", 34)]
+)
+def test_without_a_kernel_torch_launches_so_often_for_a_column(format, launches):
+    counts = []
+    for B in (8, 24):
+        # Nothing is computed, by the operations that other devices than a CPU take.
+        numbers = torch.empty(B, 5, dtype=torch.float64, device="meta")
+        codes, feedback = numbers.to(torch.uint8), torch.empty_like(numbers[:, :1]).expand(B, B)
+        element = get_format(format).element
+        with _Operations() as operations:
+            round_columns_in_torch(element, numbers, numbers, codes, numbers, feedback)
+        counts.append(operations.count)
+    assert counts[1] - counts[0] == launches * 16
