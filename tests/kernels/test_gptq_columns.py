@@ -60,7 +60,7 @@ def test_codes_and_errors_are_those_of_the_definition(element, B, N):
     w[:, N // 2] = 0.0
     target = w + torch.randn(B, N, generator=g, dtype=torch.float64) * 0.1
     target[:, N // 2] = -0.0
-    # A view whose first index has stride 1, as GPTQ has it.
+    # A view, of other strides than those of a [B, B] matrix.
     feedback = torch.randn(2 * B, 2 * B, generator=g, dtype=torch.float64).T[:B, B:] / 4
     check(element, w, target, scale, feedback)
 
