@@ -6,14 +6,18 @@ codes and the scales differ:
     word    low half: the magnitudes of four codes of row f, four bits each; high half: row f + 8
             bit 8 * i + 7: the sign of code i of row f; bit 8 * i + 3: of row f + 8
     scales  32 bits [warp 4][f 8][block 2][half 2], of rows f and f + 8 of a block
-            low half: bfloat16 scale of a row's span of 256 columns, that of its largest group of 32
+            low half: bfloat16 scale of the row, that of its largest group of 32
             bits 16 + 4 * g: 12 + (exponent of group g) - (the largest), from 1 to 12
 
 The kernel adds the last to the exponents of the E4M3 bytes that it decodes codes to. That is exact,
-and has room for eleven octaves between the scales of a row's span; mxfp4_group_scaled_layout.py is
-for weights whose scales are further apart. Both panels of a span have its scale, so that the
-products of 256 columns can be summed before they are scaled. A group of zeros has no scale here;
-`unpack` gives it 1, as the format does. Columns behind the last are zeros.
+and has room for eleven octaves between the scales of a row; mxfp4_group_scaled_layout.py is for
+weights whose scales are further apart. All panels of a row have its scale, so that products can be
+summed before they are scaled. A group of zeros has no scale here; `unpack` gives it 1, as the
+format does. Columns behind the last are zeros.
+
+Units of more than 64 rows sum over all columns in the tensor cores, whose sums have about 14 bits:
+by the model in sm90_fp8_channel_fused.py, the error relative to the result is then 2.0e-3 with 7168
+columns. That of activations rounded to FP8 is 2.6e-2.
 """
 
 from __future__ import annotations
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PANEL_BYTES = CODE_BYTES + PANEL_ROWS * 4
-SPAN = 2
-"""Panels along the columns that have the same scales."""
 _LARGEST = 12
 _ONE = 127  # the E8M0 byte of 1
 
@@ -55,7 +57,7 @@ def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         [E, panels, ceil(K / 128), PANEL_BYTES] uint8.
 
     Raises:
-        DoesNotFitError: the scales of a row's span of 256 columns lie more than eleven octaves
+        DoesNotFitError: the scales of a row lie more than eleven octaves
             apart; the message names the projection and the expert.
     """
     codes, scales = [], []
@@ -94,7 +96,7 @@ def _scale_words(qdata: Tensor, scale: Tensor, projection: str) -> Tensor:
         return used.new_empty(used.shape[:-1], dtype=torch.int32)
     exponent = whole_blocks(scale.view(torch.uint8), 4).view(used.shape).int()
     exponent = torch.where(used, exponent, 0)
-    largest = _largest_of_spans(exponent)
+    largest = exponent.amax((-2, -1))[..., None]
     shift = torch.where(used, _LARGEST + exponent - largest[..., None], 1)
     _check_distances(_LARGEST - shift, projection)
     # bfloat16 bits of 2 ** (largest - 127): subnormal for 0, NaN for 255.
@@ -104,15 +106,8 @@ def _scale_words(qdata: Tensor, scale: Tensor, projection: str) -> Tensor:
     return word
 
 
-def _largest_of_spans(exponent: Tensor) -> Tensor:
-    """Of exponents [E, N, blocks, 4] of groups, the largest of each block's span [E, N, blocks]."""
-    blocks = whole_blocks(exponent.amax(-1), SPAN)
-    of_spans = blocks.view(*blocks.shape[:2], -1, SPAN).amax(-1)
-    return of_spans.repeat_interleave(SPAN, -1)[..., : exponent.shape[2]]
-
-
 def _check_distances(octaves: Tensor, projection: str) -> None:
-    """Check how far the scales [E, N, blocks, 4] of groups are below the largest of their span.
+    """Check how far the scales [E, N, blocks, 4] of groups are below the largest of their row.
 
     Raises:
         DoesNotFitError: further than the kernel can shift; names the first expert.
@@ -122,7 +117,7 @@ def _check_distances(octaves: Tensor, projection: str) -> None:
     furthest = octaves.flatten(1).amax(1)
     expert = int((furthest >= _LARGEST).nonzero()[0])
     raise DoesNotFitError(
-        f"{projection} of expert {expert}: the scales of {SPAN * PANEL_COLUMNS} columns of a row "
+        f"{projection} of expert {expert}: the scales of a row "
         f"lie {int(furthest[expert])} octaves apart, but at most {_LARGEST - 1} can be folded into "
         "codes; pack them with a scale for each group"
     )

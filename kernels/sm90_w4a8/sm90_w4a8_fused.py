@@ -44,9 +44,14 @@ class W4a8Tilings(Tilings):
 
 
 class Mxfp4Fp8Tilings(W4a8Tilings):
-    """As `W4a8Tilings`, in tables of its own: decoding takes longer."""
+    """As `W4a8Tilings`, in tables of its own: decoding takes longer, and tiles may be larger."""
 
     name = "mxfp4_fp8"
+    rows = (8, 16, 32, 48, 64, 96, 128, 160, 176)
+    pair_rows = (96, 128, 160, 176)
+
+    def _gathers(self, rows: int, pair: bool) -> bool:
+        return rows <= 128 and super()._gathers(rows, pair)
 
 
 class Mxfp4GroupScaledTilings(W4a8Tilings):
@@ -70,7 +75,7 @@ class W4a8GemmConfig(GemmConfig):
     def classes(self) -> list[int]:
         """See `GemmConfig.classes`."""
         least = 8 if self.rows <= 32 else 16
-        return [n for n in W4a8Tilings.rows if least <= n <= self.rows]
+        return [n for n in Mxfp4Fp8Tilings.rows if least <= n <= self.rows]
 
     @property
     def panel_bytes(self) -> int:
@@ -82,12 +87,7 @@ class W4a8GemmConfig(GemmConfig):
 
     def defines(self) -> dict[str, int]:
         """See `GemmConfig.defines`."""
-        mxfp4 = self.format == "mxfp4"
-        return {
-            **super().defines(),
-            "MXFP4": int(mxfp4),
-            "SPAN": mxfp4_layout.SPAN if mxfp4 else 1,
-        }
+        return {**super().defines(), "MXFP4": int(self.format == "mxfp4")}
 
 
 class Mxfp4GroupScaledGemmConfig(W4a8GemmConfig):
