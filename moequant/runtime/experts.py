@@ -92,7 +92,7 @@ class FusedExperts(nn.Module):
         for name, tensor in packed.tensors.items():
             self.register_buffer(name, tensor)
         self._names = tuple(packed.tensors)
-        self._layout = packed.backend.layout
+        self._layout = packed.layout
         self._workload = packed.workload
         self._ready: dict[str, _Ready] = {}
         self._handle = experts_op.handle_of(self)
@@ -285,7 +285,7 @@ class FusedExperts(nn.Module):
         w = self._workload
         return (
             f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
-            f"backend={self.backend}, activations={self.activations}"
+            f"backend={self.backend}, activations={self.activations}, layout={self._layout.name}"
         )
 
     def _part(self, tokens: int) -> int:
@@ -310,15 +310,16 @@ class FusedExperts(nn.Module):
         tensors = self._tensors()
         device = tensors[self._names[0]].device
         own = select(self._workload_for(self.activations, tensors, device), self.backend)
-        if own.layout != self._layout:
+        if self._layout not in own.layouts:
             tensors = self._relayout(own, tensors)
         backend = own
         if activations != self.activations:
             backend = select(self._workload_for(activations, tensors, device), self.backend)
-            if backend.layout != self._layout:
+            if self._layout not in backend.layouts:
+                read = " or ".join(map(str, backend.layouts))
                 raise UnsupportedError(
                     f"a call with activations={activations!r} runs on backend {backend.name!r}, "
-                    f"which reads weights as {backend.layout}, but these are packed as "
+                    f"which reads weights as {read}, but these are packed as "
                     f"{self._layout}; give activations={activations!r} to FusedExperts, which "
                     "packs for all its calls"
                 )
@@ -351,13 +352,13 @@ class FusedExperts(nn.Module):
         device = next(iter(tensors.values())).device
 
         def pack() -> dict[str, Tensor]:
-            return backend.layout.pack(self._layout.unpack(tensors, self._workload))
+            return backend.pack(self._layout.unpack(tensors, self._workload))
 
         packed = make_kept(pack, device)
         for name in self._names:
             del self._buffers[name]
         self._buffers.update(packed)
-        self._names, self._layout = tuple(packed), backend.layout
+        self._names, self._layout = tuple(packed), backend.layout_of(packed)
         return packed
 
     def _check_map(self, expert_map: Tensor, *, values: bool) -> None:

@@ -27,7 +27,7 @@ from moequant.runtime.activations import GROUPS, NVFP4_STATIC
 from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
-from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
+from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer, variants_of
 from moequant.selftest.pool import Died, run_apart
 from moequant.verification.serving import most_error
 
@@ -334,7 +334,7 @@ def _end_without_device(place: torch.device) -> None:
 def _run(case: _Case, layers: _Layers) -> _Row:
     backend, row = backends()[case.backend], case.row()
     format, scheme, place = case.format, case.scheme, case.place
-    for variant in VARIANTS:
+    for variant in variants_of(format):
         sizes, reason = _choose_sizes(backend, format, scheme, variant, place)
         if sizes is None:
             row.skipped[variant.name] = reason

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,31 @@ def compiled_by(tmp_path):
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return run
+
+
+@pytest.fixture
+def compiles_well(tmp_path):
+    """compiles_well(configs): for Hopper, without spilled registers or products that wait."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    source, cubin = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
+
+    def check(configs):
+        for config in configs:
+            source.write_text(config.source())
+            macros = [f"-D{name}={value}" for name, value in config.defines().items()]
+            command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
+            done = subprocess.run(
+                [*command, source, "-o", cubin], capture_output=True, text=True, check=False
+            )
+            log = done.stdout + done.stderr
+            assert done.returncode == 0, (config, log)
+            assert "0 bytes spill stores, 0 bytes spill loads" in log, (config, log)
+            # What ptxas says of WGMMA that it makes wait for each other.
+            assert "serialized" not in log, (config, log)
+
+    return check
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from moequant.runtime.backends import REGISTRY, TARGETS, backends, torch_referen
 from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.selftest import run, selftest
-from moequant.selftest.layers import EVEN, ODD, VARIANTS, calls_of
+from moequant.selftest.layers import EVEN, FAR, ODD, VARIANTS, calls_of, random_layer
 from moequant.selftest.pool import Died
 
 COMPUTE = NaiveBatched.experts._run_batches
@@ -52,6 +52,18 @@ def test_it_runs_every_scheme_of_every_format(few):
         assert row["error"] <= 1e-6 < row["limit"]
         assert not row["failures"]
         assert not row["skipped"]
+
+
+def test_scales_of_eight_bits_are_tested_far_apart(few):
+    few("mxfp4")
+    document = naive()
+    assert document["ok"]
+    for row in document["rows"]:
+        assert row["calls"] == len(list(calls_of(EVEN.sizes[0], many=True))) + 2
+        assert row["error"] <= 1e-6 < row["limit"]
+    layer = random_layer("mxfp4", FAR, FAR.sizes[0], static=False)
+    backend = backends()["sm90_mxfp4_fp8"]
+    assert backend.layout_of(backend.pack(layer)) == backend.layouts[1]
 
 
 def test_processes_find_what_one_does(few):
