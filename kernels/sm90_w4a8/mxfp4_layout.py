@@ -57,8 +57,8 @@ def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         [E, panels, ceil(K / 128), PANEL_BYTES] uint8.
 
     Raises:
-        DoesNotFitError: the scales of a row lie more than eleven octaves
-            apart; the message names the projection and the expert.
+        DoesNotFitError: the scales of a row lie more than eleven octaves apart; the message names
+            the projection and the expert.
     """
     codes, scales = [], []
     for projection, (qdata, scale) in weights.items():
@@ -117,8 +117,8 @@ def _check_distances(octaves: Tensor, projection: str) -> None:
     furthest = octaves.flatten(1).amax(1)
     expert = int((furthest >= _LARGEST).nonzero()[0])
     raise DoesNotFitError(
-        f"{projection} of expert {expert}: the scales of a row "
-        f"lie {int(furthest[expert])} octaves apart, but at most {_LARGEST - 1} can be folded into "
+        f"{projection} of expert {expert}: the scales of a row lie {int(furthest[expert])} octaves "
+        f"apart, but at most {_LARGEST - 1} can be folded into "
         "codes; pack them with a scale for each group"
     )
 

@@ -48,10 +48,6 @@ class Mxfp4Fp8Tilings(W4a8Tilings):
 
     name = "mxfp4_fp8"
     rows = (8, 16, 32, 48, 64, 96, 128, 160, 176)
-    pair_rows = (96, 128, 160, 176)
-
-    def _gathers(self, rows: int, pair: bool) -> bool:
-        return rows <= 128 and super()._gathers(rows, pair)
 
 
 class Mxfp4GroupScaledTilings(W4a8Tilings):

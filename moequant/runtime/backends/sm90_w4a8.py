@@ -77,7 +77,7 @@ class Mxfp4Panels(W4a8Panels):
     """
 
     name = "mxfp4_fp8_panels"
-    version = 2
+    version = 3
     format = "mxfp4"
 
     def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
@@ -99,7 +99,7 @@ class Mxfp4GroupScaledPanels(W4a8Panels):
 
     name = "mxfp4_fp8_group_scaled_panels"
     version = 1
-    why = "weights whose scales lie more than eleven octaves apart within 256 columns of a row"
+    why = "weights whose scales lie more than eleven octaves apart within a row"
     format = "mxfp4"
     panels = ("w13_group_scaled_panels", "w2_group_scaled_panels")
 
@@ -170,9 +170,9 @@ class Sm90W4a8(Backend):
 class Sm90Mxfp4Fp8(Sm90W4a8):
     """MXFP4 x FP8 GEMMs, for `activations="fp8_token"`; otherwise as `Sm90W4a8`.
 
-    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for 256 columns of a
-    row. That is exact where these eight scales lie at most eleven octaves apart, but for those of
-    groups of zeros. A layer of which that is not so is packed in a second layout, whose kernels add
+    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for each row. That is
+    exact where the scales of a row lie at most eleven octaves apart, but for those of groups of
+    zeros. A layer of which that is not so is packed in a second layout, whose kernels add
     up the products of each group in float32, times the token's scale and then the group's. So it
     overflows or underflows only where products of dequantized float32 weights and activations do.
     """

@@ -97,7 +97,7 @@ def test_scales_too_far_apart_are_refused_by_projection_and_expert(projection):
         pack(fine | {projection: (qdata, scale)})
     assert str(refused.value) == (
         f"{projection} of expert 1: the scales of a row lie 13 octaves apart, but at most 11 "
-        "at most 11 can be folded into codes; pack them with a scale for each group"
+        "can be folded into codes; pack them with a scale for each group"
     )
 
 
