@@ -711,7 +711,7 @@ def test_the_module_holds_gate_and_up_of_fp8_blocks_once(weights, inputs):
 @gpu
 @every_format
 def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs, format):
-    from moequant.kernels.routing import MAX_PAIRS
+    from moequant.kernels.calls import MAX_PAIRS
 
     check(format, weights(format, SMALL), inputs(SMALL, MAX_PAIRS // SMALL[3] + 40))
 
