@@ -23,7 +23,7 @@ from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import GROUPS, NVFP4_STATIC
+from moequant.runtime.activations import FP8_TENSOR, GROUPS, NVFP4_STATIC
 from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
@@ -221,7 +221,13 @@ def _schemes() -> list[tuple[str, _Scheme]]:
         if static and static_scheme is None:
             continue
         groups = [g for g in GROUPS if g == format or _is_served(format, g, backends().values())]
-        for option in ("format", "none", "fp8_token", *(g for g in groups if g != NVFP4_STATIC)):
+        for option in (
+            "format",
+            "none",
+            "fp8_token",
+            FP8_TENSOR,
+            *(g for g in groups if g != NVFP4_STATIC),
+        ):
             name = scheme_of(format, option, static=static)
             scheme = _Scheme(name=name, option=option, static=name == static_scheme)
             found.setdefault((format, name), scheme)

@@ -211,7 +211,7 @@ def test_fp8_blocks_of_sizes_that_tma_does_not_read_are_refused(change, reason):
 def test_a_refusal_names_every_scheme_that_would_run(format):
     asked = replace(workload(format), activations="none")
     reason = REGISTRY["sm90_fp8_channel"].supports(asked)
-    assert reason == "takes only activations in fp8_token or fp8_static"
+    assert reason == "takes only activations in fp8_token or fp8_tensor or fp8_static"
 
 
 @every_format
@@ -652,11 +652,132 @@ def test_static_scales_count_instead_of_those_of_tokens(weights, inputs, scales,
     assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), got)
 
 
-def run_plan(format, layer, call, choice, *, byte, hidden_scale=None):
+def with_one_scale(layer, **options):
+    """A module that quantizes all tokens with one scale, and all rows between the GEMMs."""
+    return FusedExperts(
+        layer, activations="fp8_tensor", **{"backend": "sm90_fp8_channel", **options}
+    )
+
+
+one_scale = pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "holes", "one expert", "nowhere"])
+@pytest.mark.parametrize("M", [0, 1, 3, 40, 700, 3000])
+@pytest.mark.parametrize("shape", ["small", "odd"])
+def test_one_scale_of_all_tokens_computes_what_the_reference_does(
+    weights, inputs, format, shape, M, kind
+):
+    """The scale of the second GEMM is that of numbers rounded to bfloat16: 2**-9 off at most."""
+    shape = sizes(format, shape)
+    layer, call = weights(format, shape, SILU, True), inputs(shape, M, kind)
+    got = with_one_scale(layer)(*call)
+    want = with_one_scale(layer, backend="torch_reference")(*call)
+    assert bool(got.isfinite().all())
+    assert torch.equal(got[(call[2] < 0).all(1)], want[(call[2] < 0).all(1)])
+    if not want.any():
+        assert not got.any()
+        return
+    assert calc_diff(got, want) <= CALC_DIFF[format]
+    if M >= 40:
+        assert not torch.equal(got, experts(format, layer)(*call))
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("shape", ["small", "odd"])
+@pytest.mark.parametrize("M", [1, 40, 700, 3000])
+def test_with_one_scale_equal_calls_give_equal_bits_quantized_here_or_not(
+    weights, inputs, format, shape, M
+):
+    shape = sizes(format, shape)
+    call, module = inputs(shape, M, "holes"), with_one_scale(weights(format, shape))
+    first = module(*call)
+    for byte in (0x7F, 0xFF, 0):
+        shared_workspace(call[0].device, 0).fill_(byte)
+        assert torch.equal(module(*call), first)
+    x = quantize_activations(call[0], "fp8_tensor")
+    shared_workspace(call[0].device, 0).fill_(0x7F)
+    assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), first)
+
+
+@gpu
+@tilings_of(["fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize("byte", [0x7F, 0xFF], ids=["huge", "nan"])
+def test_with_one_scale_no_buffer_is_read_before_it_is_written(
+    weights, inputs, format, choice, byte
+):
+    layer = weights(format, SMALL)
+    for M in (1, 2, 50, 600):
+        call = inputs(SMALL, M, "holes")
+        out = run_plan(format, layer, call, choice, byte=byte, activations="fp8_tensor")
+        want = with_one_scale(layer, backend="torch_reference")(*call)
+        assert bool(out.isfinite().all())
+        assert not want.any() or calc_diff(out, want) <= CALC_DIFF[format]
+
+
+@gpu
+@one_scale
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_one_scale_is_found_without_waiting_and_within_a_graph(weights, inputs, format):
+    module, static = with_one_scale(weights(format, SMALL)), inputs(SMALL, 64)
+    module(*static)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        module(*static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind, factor in (("skewed", 0.01), ("holes", 100.0), ("uniform", 1.0)):
+        hidden, *routing = inputs(SMALL, 64, kind)
+        new = (hidden * factor, *routing)
+        for to, value in zip(static, new, strict=True):
+            to.copy_(value)
+        module(*inputs(SMALL, 129))
+        graph.replay()
+        assert torch.equal(out, module(*new))
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_scale_of_zeros_of_nan_and_of_inf(weights, inputs, format, dtype):
+    hidden, *routing = inputs(SMALL, 40, dtype=dtype)
+    module = with_one_scale(weights(format, SMALL))
+    assert not module(torch.zeros_like(hidden), *routing).any()
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        changed = hidden.clone()
+        changed[7, 3] = poison
+        assert bool(module(changed, *routing).isnan().all())
+    assert bool(module(hidden, *routing).isfinite().all())
+
+
+@gpu
+@one_scale
+def test_with_one_scale_parts_are_those_of_the_reference(weights, inputs, format):
+    from moequant.kernels.calls import MAX_PAIRS
+
+    layer, call = weights(format, SMALL), inputs(SMALL, MAX_PAIRS // SMALL[3] + 40)
+    module = with_one_scale(layer, max_tokens=1 << 20)
+    got = module(*call)
+    want = with_one_scale(layer, max_tokens=1 << 20, backend="torch_reference")(*call)
+    assert calc_diff(got, want) <= CALC_DIFF[format]
+    half = len(call[0]) // 2
+    parts = [module(*(t[rows] for t in call)) for rows in (slice(half), slice(half, None))]
+    assert torch.equal(got, torch.cat(parts))
+
+
+def run_plan(format, layer, call, choice, *, byte, hidden_scale=None, activations=None):
     """A call with a tiling, and a workspace and an output full of `byte` and NaN."""
     from moequant.kernels.sm90.tiling import Tiling
 
-    packed = experts(format, layer, backend=name_of(format)).packed().kernel_weights
+    module = experts(format, layer, backend=name_of(format))
+    packed = module.packed(activations).kernel_weights
     M, T = call[2].shape
     tiling = Tiling(**choice)
     size_bytes = packed.workspace_bytes(M, T, tiling)
@@ -789,7 +910,7 @@ def test_the_module_holds_gate_and_up_of_fp8_blocks_once(weights, inputs):
 @gpu
 @every_format
 def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs, format):
-    from moequant.kernels.routing import MAX_PAIRS
+    from moequant.kernels.calls import MAX_PAIRS
 
     check(format, weights(format, SMALL), inputs(SMALL, MAX_PAIRS // SMALL[3] + 40))
 

@@ -41,9 +41,12 @@ def test_it_runs_every_scheme_of_every_format(few):
     assert {(row["format"], row["activations"]) for row in document["rows"]} == {
         ("nvfp4", "none"),
         ("nvfp4", "fp8_token"),
+        ("nvfp4", "fp8_tensor"),
         ("w4a8", "fp8_token"),
+        ("w4a8", "fp8_tensor"),
         ("w4a8", "none"),
         ("fp8_tensor", "fp8_token"),
+        ("fp8_tensor", "fp8_tensor"),
         ("fp8_tensor", "fp8_static"),
         ("fp8_tensor", "none"),
     }
@@ -90,7 +93,7 @@ def test_a_process_that_ends_fails_its_row(few, monkeypatch):
 def test_it_says_why_a_backend_runs_nothing(few):
     few("fp8_block")
     document = selftest("cpu")
-    assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 3
+    assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 4
     assert document["not_run"].keys() == REGISTRY.keys() - {"naive_batched", "torch_reference"}
     assert "needs a CUDA device" in document["not_run"]["triton"]
 
