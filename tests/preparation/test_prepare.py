@@ -15,6 +15,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.preparation import PreparedCheckpoint, prepare
+from moequant.progress import SilentProgress
 from moequant.runtime import load_experts
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.storage.folder import is_prepared_folder
@@ -426,6 +427,50 @@ def test_a_failure_leaves_no_folder(own, monkeypatch):
     with pytest.raises(MoequantError, match="disk is full"):
         prepare(path, target="sm90")
     assert list((path / "moequant-prepared").iterdir()) == []
+
+
+class Midway(SilentProgress):
+    """Calls a function once, when the first expert of the second layer of two was written."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def advance(self, done, current):
+        if current == "layer 2/2" and self.act:
+            act, self.act = self.act, None
+            act()
+
+
+def test_ctrl_c_leaves_the_folder_that_was_there_and_nothing_else(own):
+    path = own("nvfp4")
+
+    def stop():
+        raise KeyboardInterrupt
+
+    folder = prepare(path, target="sm100").folder
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(path, target="sm100", activations="nvfp4", progress=Midway(stop))
+    assert [entry.name for entry in folder.parent.iterdir()] == ["sm100"]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert prepare(path, target="sm100", activations="nvfp4").state == "prepared"
+
+
+def test_weights_that_change_while_they_are_prepared_make_the_folder_stale(own):
+    path = own("nvfp4")
+    name = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
+    info = ConvertedCheckpoint.open(path).checkpoint.tensors[name]
+
+    def change():
+        with (path / info.file).open("r+b") as file:
+            file.seek(info.start)
+            file.write(bytes([file.read(1)[0] ^ 1]) * 2)
+
+    folder = prepare(path, target="sm100", progress=Midway(change)).folder
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*has other weights now"):
+        load_experts(folder, 0)
+    assert prepare(path, target="sm100").state == "prepared"
+    assert load_experts(folder, 0).weights.experts == 4
 
 
 def test_the_portable_files_stay_as_they_are(own):
