@@ -44,8 +44,8 @@ _CPU = torch.device("cpu")
 _PROCESSES = 8
 """On a GPU, unless there are fewer cores: almost all of a first run is compilation."""
 _CASE_LIMIT_S = 120
-"""Of a case in a process of its own: twenty times what one takes on 16 cores, compilation included,
-and there are machines with fewer. Past it, a kernel is taken to hang."""
+"""Of a case in a process of its own: thirty times the mean on an H200 with 16 cores, compilation
+included, as there are machines with fewer. Past it, a kernel is taken to hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
