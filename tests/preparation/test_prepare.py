@@ -429,16 +429,16 @@ def test_a_failure_leaves_no_folder(own, monkeypatch):
     assert list((path / "moequant-prepared").iterdir()) == []
 
 
-class Midway(SilentProgress):
-    """Calls a function once, when the first expert of the second layer of two was written."""
+class At(SilentProgress):
+    """Calls a function when that many experts were written, of two layers of four."""
 
-    def __init__(self, act):
-        self.act = act
+    def __init__(self, experts, act):
+        self.left, self.act = experts, act
 
     def advance(self, done, current):
-        if current == "layer 2/2" and self.act:
-            act, self.act = self.act, None
-            act()
+        self.left -= 1
+        if self.left == 0:
+            self.act()
 
 
 def test_ctrl_c_leaves_the_folder_that_was_there_and_nothing_else(own):
@@ -450,13 +450,13 @@ def test_ctrl_c_leaves_the_folder_that_was_there_and_nothing_else(own):
     folder = prepare(path, target="sm100").folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(KeyboardInterrupt):
-        prepare(path, target="sm100", activations="nvfp4", progress=Midway(stop))
+        prepare(path, target="sm100", activations="nvfp4", progress=At(5, stop))
     assert [entry.name for entry in folder.parent.iterdir()] == ["sm100"]
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert prepare(path, target="sm100", activations="nvfp4").state == "prepared"
 
 
-def test_weights_that_change_while_they_are_prepared_make_the_folder_stale(own):
+def test_weights_that_change_while_they_are_prepared_are_noticed(own):
     path = own("nvfp4")
     name = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
     info = ConvertedCheckpoint.open(path).checkpoint.tensors[name]
@@ -464,9 +464,15 @@ def test_weights_that_change_while_they_are_prepared_make_the_folder_stale(own):
     def change():
         with (path / info.file).open("r+b") as file:
             file.seek(info.start)
-            file.write(bytes([file.read(1)[0] ^ 1]) * 2)
+            byte = file.read(1)[0]
+            file.seek(info.start)
+            file.write(bytes([byte ^ 1]))
 
-    folder = prepare(path, target="sm100", progress=Midway(change)).folder
+    with pytest.raises(CheckpointError, match=f"{info.file}: changed while in use"):
+        prepare(path, target="sm100", progress=At(1, change))
+    assert list((path / "moequant-prepared").iterdir()) == []
+    # With the last expert, all are read; the folder holds what they were.
+    folder = prepare(path, target="sm100", progress=At(8, change)).folder
     with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*has other weights now"):
         load_experts(folder, 0)
     assert prepare(path, target="sm100").state == "prepared"
