@@ -8,6 +8,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Reads(TorchDispatchMode):
+    """Notes what torch reads of tensors on the host, or whose result has a size that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host_reads():
+    """What is read within it is in its `found`, by operation."""
+    return Reads()
 
 
 @pytest.fixture

@@ -496,6 +496,56 @@ def test_a_failure_leaves_no_folder(own, monkeypatch):
     assert list((path / "moequant-prepared").iterdir()) == []
 
 
+class At(SilentProgress):
+    """Calls a function when that many experts were written, of two layers of four."""
+
+    def __init__(self, experts, act):
+        self.left, self.act = experts, act
+
+    def advance(self, done, current):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def test_ctrl_c_leaves_the_folder_that_was_there_and_nothing_else(own):
+    path = own("nvfp4")
+
+    def stop():
+        raise KeyboardInterrupt
+
+    folder = prepare(path, target="sm100").folder
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(path, target="sm100", activations="nvfp4", progress=At(5, stop))
+    assert [entry.name for entry in folder.parent.iterdir()] == ["sm100"]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert prepare(path, target="sm100", activations="nvfp4").state == "prepared"
+
+
+def test_weights_that_change_while_they_are_prepared_are_noticed(own):
+    path = own("nvfp4")
+    name = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
+    info = ConvertedCheckpoint.open(path).checkpoint.tensors[name]
+
+    def change():
+        with (path / info.file).open("r+b") as file:
+            file.seek(info.start)
+            byte = file.read(1)[0]
+            file.seek(info.start)
+            file.write(bytes([byte ^ 1]))
+
+    with pytest.raises(CheckpointError, match=f"{info.file}: changed while in use"):
+        prepare(path, target="sm100", progress=At(1, change))
+    assert list((path / "moequant-prepared").iterdir()) == []
+    # With the last expert, all are read; the folder holds what they were.
+    folder = prepare(path, target="sm100", progress=At(8, change)).folder
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*has other weights now"):
+        load_experts(folder, 0)
+    assert prepare(path, target="sm100").state == "prepared"
+    assert load_experts(folder, 0).weights.experts == 4
+
+
 def test_the_portable_files_stay_as_they_are(own):
     path = own("w4a8")
     before = {p: p.read_bytes() for p in path.iterdir() if p.is_file()}

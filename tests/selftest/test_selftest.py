@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import distributions
 from itertools import count, product
 
 import pytest
@@ -76,18 +77,41 @@ def test_processes_find_what_one_does(few):
     assert several["rows"] == alone["rows"]
 
 
-def test_a_process_that_ends_fails_its_row(few, monkeypatch):
+@pytest.mark.parametrize(
+    ("in_time", "said"),
+    [
+        (True, "its process ended without a result; see what "),
+        (
+            False,
+            "its process had no result after 120 s and was ended; if kernels were being compiled, "
+            "run it again, as they are kept; see what ",
+        ),
+    ],
+)
+def test_a_process_that_ends_fails_its_row(few, monkeypatch, in_time, said):
     few("w4a8")
-    monkeypatch.setattr(run, "run_apart", lambda *_: [(1, Died()), (0, "a row")])
+    died = Died(in_time=in_time)
+    monkeypatch.setattr(run, "run_apart", lambda *_, **__: [(1, died), (0, "a row")])
     monkeypatch.setattr(run, "_run_alone", None)
     cases, _ = run._cases_of(backends()["naive_batched"], torch.device("cpu"))
     (position, row), other = run._run_all(cases, 2)
     assert other == (0, "a row")
     assert (position, row.backend, row.calls) == (1, "naive_batched", 0)
-    assert row.failures == [
-        "its process ended without a result; see what moequant selftest --backend naive_batched "
-        "prints"
-    ]
+    assert row.failures == [f"{said}moequant selftest --backend naive_batched prints"]
+
+
+def test_it_says_with_which_packages_it_ran(few):
+    few("bf16")
+    document = naive()
+    assert document["torch"] == torch.__version__
+    for name, distribution in {
+        "triton": "triton",
+        # Which has CuTe DSL, by whatever name that was installed.
+        "cutlass_dsl": "nvidia-cutlass-dsl-libs-base",
+        "deep_gemm": "sgl-deep-gemm",
+    }.items():
+        there = list(distributions(name=distribution))
+        assert document[name] == (there[0].version if there else None)
 
 
 def test_it_says_why_a_backend_runs_nothing(few):

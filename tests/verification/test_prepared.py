@@ -149,6 +149,25 @@ def test_what_is_not_the_portable_weight_is_named_even_if_the_digest_is_right(
     assert fault[1].startswith(f"{tensor} of expert 2: element [")
 
 
+@pytest.mark.parametrize("tensor", ["w13_scale", "w2_scale"])
+@pytest.mark.parametrize(
+    ("format", "activations"), [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8")]
+)
+def test_scales_for_blackwell_in_another_order_are_named(
+    source, clean, tmp_path, format, activations, tensor
+):
+    def swap_words(rows):
+        rows[2, :8] = rows[2, [4, 5, 6, 7, 0, 1, 2, 3]]
+
+    converted = Path(shutil.copytree(clean(format), tmp_path / "converted"))
+    shutil.rmtree(converted / PREPARED_FOLDER)
+    folder = prepare(converted, target="sm100", activations=activations).folder
+    edit_layer(folder, 1, tensor, swap_words)
+    (fault,) = problems(folder, source).items()
+    assert fault[0] == "sm100/layer-00001.safetensors"
+    assert fault[1].startswith(f"{tensor} of expert 2: element [")
+
+
 @pytest.mark.parametrize("tensor", ["w13_panels", "w2_panels"])
 def test_a_panel_that_is_not_the_portable_weight_is_named(source, clean, tmp_path, tensor):
     converted = Path(shutil.copytree(clean("w4a8"), tmp_path / "converted"))
