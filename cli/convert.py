@@ -130,7 +130,7 @@ def command(
         source,
         output,
         revision=settings["revision"],
-        statistics=settings["statistics"],
+        statistics=None if result.plan.statistics is None else settings["statistics"],
         activation_scales=None
         if result.plan.input_scales is None
         else str(result.plan.input_scales.path),

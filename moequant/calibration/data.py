@@ -7,7 +7,6 @@ nothing but the data.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +16,6 @@ import torch
 
 from moequant.errors import DataError
 from moequant.statistics import DataRecord
-from moequant.storage.disk import explained
 from moequant.streaming.samples import Samples, ids_digest
 
 if TYPE_CHECKING:
@@ -66,16 +64,14 @@ def read_data(
         DataError: the file cannot be read or used; names the line and the key.
         UnsupportedError: text, but the checkpoint has no tokenizer that transformers reads.
     """
-    with explained(file, "read"):
-        data = file.read_bytes()
     window_tokens = min(window_tokens, tokens)
     reader = Samples(file=file, folder=folder, vocabulary=vocabulary)
     # Arrays take 4 bytes an id, lists 8 and more.
     windows: list[array[int]] = []
     samples = 0
-    for prefix, ids in reader.read(data):
+    for prefix, ids in reader.read():
         samples += 1
-        windows += _cut(prefix or [], ids, window_tokens)
+        windows += _cut(array("i", prefix or []), ids, window_tokens)
     chosen = _spread(windows, tokens)
     if not chosen:
         raise DataError(
@@ -86,7 +82,7 @@ def read_data(
         batches=tuple(_batches(chosen, batch_tokens)),
         record=DataRecord(
             sha256=ids_digest(chosen),
-            file_sha256=hashlib.sha256(data).hexdigest(),
+            file_sha256=reader.file_sha256,
             windows=len(chosen),
             tokens=sum(map(len, chosen)),
             window_tokens=window_tokens,
@@ -96,13 +92,13 @@ def read_data(
     )
 
 
-def _cut(prefix: list[int], ids: list[int], window_tokens: int) -> Iterator[array[int]]:
+def _cut(prefix: array[int], ids: array[int], window_tokens: int) -> Iterator[array[int]]:
     """The windows of a sample, each with `prefix`; a rest that is too short is left out."""
     step = max(window_tokens - len(prefix), 1)
     for start in range(0, len(ids), step):
         window = (prefix + ids[start : start + step])[:window_tokens]
         if len(window) >= _MIN_TOKENS:
-            yield array("i", window)
+            yield window
 
 
 def _spread(windows: Sequence[array[int]], tokens: int) -> list[array[int]]:

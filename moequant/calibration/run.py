@@ -136,7 +136,8 @@ def calibrate(
         on_plan: called with the plan before the work starts.
 
     Raises:
-        MoequantError: the output exists and is of other settings, or cannot be written.
+        MoequantError: the output exists and is of other settings, is what is read here, or cannot
+            be written.
         CheckpointError: the source is damaged or incomplete, or changes.
         UnsupportedError: transformers has no class for the model, or one whose layers or experts
             cannot be run one by one; or a device that cannot be used.
@@ -205,6 +206,7 @@ class _Calibration:
     ) -> _Calibration:
         """Read headers, config.json and data, and plan."""
         checkpoint, found = open_source(source, architecture)
+        _check_apart(output, data_file, checkpoint)
         if not _sparse_layers(found):
             raise UnsupportedError(
                 f"{source}: no layer with experts; there is nothing to calibrate"
@@ -279,6 +281,7 @@ class _Calibration:
                 # A run was killed after it had written the output, which is gone since.
                 folder.begin(self.settings)
             finished = folder.finished
+            self._check_finished(folder)
             self.model.load_rest()
             layers = range(0 if finished is None else finished + 1, self.plan.last_layer + 1)
             progress.start("calibrating", len(layers) * self.data.record.tokens, unit="tokens")
@@ -291,6 +294,19 @@ class _Calibration:
             folder.remove()
         progress.finish()
         return layers.start
+
+    def _check_finished(self, folder: WorkFolder) -> None:
+        """Check that a folder has the digests of the layers that it calls finished."""
+        record, last = self.plan.record, self.plan.last_layer
+        finished = EMBEDDING if folder.finished is None else folder.finished
+        layers = tuple(layer for layer in record.layers if layer <= finished)
+        wanted = digest_names(layers, hessian=record.hessian)
+        if not EMBEDDING <= finished <= last or folder.digests.keys() != {*wanted}:
+            raise MoequantError(
+                f"{folder.path}: progress.json calls layers up to {finished} finished, with "
+                f"digests of {len(folder.digests)}, but there are {last + 1} layers, and "
+                f"{len(wanted)} digests are wanted; remove {folder.path} to start over"
+            )
 
     def _embed(self, folder: WorkFolder) -> None:
         embed_batches(self.model, self.data.batches, folder.activations(EMBEDDING))
@@ -335,6 +351,16 @@ class _Calibration:
             if moments is not None:
                 digests[moments_digest(index)] = moments.finish(found.tokens)
         folder.finish(index, digests)
+
+
+def _check_apart(output: Path, data: Path, checkpoint: Checkpoint) -> None:
+    """Check that the output would replace neither the data nor a file of the source."""
+    files = [data, *(checkpoint.path / name for name in (*checkpoint.file_bytes, "config.json"))]
+    for file in files:
+        if output.exists() and file.exists() and output.samefile(file):
+            raise MoequantError(
+                f"{output}: this calibration reads it; choose another output for the statistics"
+            )
 
 
 def _sparse_layers(source: SourceModel) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from moequant.errors import MoequantError
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.lock import exclusive
@@ -29,9 +31,17 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-_SETTINGS = "settings.json"
+_SETTINGS, _PROGRESS = "settings.json", "progress.json"
 EMBEDDING = -1
 """The stage before the first layer."""
+
+
+class _Progress(BaseModel):
+    """What progress.json says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    finished: int
+    digests: dict[str, str]
 
 
 class WorkFolder:
@@ -77,9 +87,7 @@ class WorkFolder:
         """
         before = self._read(_SETTINGS)
         if before == json.loads(_json(settings)):
-            progress = self._read("progress.json")
-            if progress is not None:
-                self.finished, self.digests = progress["finished"], progress["digests"]
+            self._read_progress()
         elif before is None or overwrite:
             self.begin(settings)
         else:
@@ -99,7 +107,7 @@ class WorkFolder:
         """Record that a stage is finished, and remove what only it needed."""
         self.finished, self.digests = stage, {**self.digests, **digests}
         progress = {"finished": stage, "digests": self.digests}
-        replace_file(self.path / "progress.json", _json(progress))
+        replace_file(self.path / _PROGRESS, _json(progress))
         if stage > EMBEDDING + 1:
             remove_activations(self.activations(stage - 1))
 
@@ -116,6 +124,19 @@ class WorkFolder:
             for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _SETTINGS):
                 if entry.name != "lock":
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def _read_progress(self) -> None:
+        progress = self._read(_PROGRESS)
+        if progress is None:
+            return
+        try:
+            found = _Progress.model_validate(progress)
+        except ValidationError:
+            raise MoequantError(
+                f"{self.path / _PROGRESS}: does not say what is finished; remove {self.path} to "
+                "start over"
+            ) from None
+        self.finished, self.digests = found.finished, found.digests
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name

@@ -14,7 +14,6 @@ from moequant.conversion.activation_scales import (
 from moequant.conversion.recipe import KEEP
 from moequant.conversion.units import Unit, Weight
 from moequant.conversion.weighted_search import (
-    check_used,
     options_of,
     rounding_of,
     warnings_of_search,
@@ -71,7 +70,7 @@ def apply_recipe(
     experts' inputs, and `predictable` says whether weights predict these.
 
     Raises:
-        StatisticsError: nothing uses the statistics, or the scales; or a scale is missing.
+        StatisticsError: nothing uses the scales, or one is missing.
         RecipeError: nothing matches, or weights that need one format get different ones.
     """
     chosen: dict[str, Rule] = {}
@@ -114,7 +113,6 @@ def apply_recipe(
         predictable=predictable,
     )
     units = [unit for group in groups if (unit := make(group))]
-    check_used(units, statistics)
     warnings += warnings_of_search(units, statistics)
     names = [w.info.name for unit in units if not unit.is_static for w in unit.weights]
     warnings += warnings_of_scales([n for n in names if chosen[n].activation_scales is not None])

@@ -230,7 +230,9 @@ def convert(
         if not dry_run:  # which reports it with the plan
             check_apart(checkpoint, target)
         own = described_architectures(checkpoint.path, architecture)
-        plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+        plan = plan_checkpoint(
+            checkpoint, chosen, own, measured, scales, unused_statistics=sensitive is not None
+        )
     if measured is not None and checkpoint.is_local:
         measured.check_measured_on(source_digests(checkpoint, ()))
     kept: tuple[LayerCost, ...] = ()
@@ -240,7 +242,13 @@ def convert(
         kept = sensitive_layers(checkpoint, plan, sensitive, workers=workers, progress=progress)
         chosen = chosen.keeping(one.layer for one in kept)
         with _without_collector():
-            plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+            plan = plan_checkpoint(
+                checkpoint, chosen, own, measured, scales, unused_statistics=True
+            )
+            if not plan.needs_statistics:
+                # They chose the layers, which the recipe names now, and decide nothing else.
+                measured = None
+                plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
     if engine is not None:
         with _without_collector():
             plan = plan_for_engine(

@@ -30,6 +30,7 @@ from moequant.conversion.refusals import refusals_of, unquantized_refusals
 from moequant.conversion.shards import PlannedShard, plan_shards
 from moequant.conversion.stack import stack_of
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
+from moequant.conversion.weighted_search import check_used, needs_statistics
 from moequant.dialects import UNQUANTIZED
 from moequant.errors import RecipeError
 from moequant.weights.encoded import EncodedInfo
@@ -102,6 +103,11 @@ class Plan:
         """The tensors to copy, in order."""
         return tuple(item for item in self.items if isinstance(item, Copy))
 
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the bytes of the output depend on the statistics."""
+        return any(map(needs_statistics, self.units))
+
     def jobs(self) -> list[Job]:
         """The distinct jobs for a quantizer; for a plan without refusals."""
         return quantizer_jobs(self.items)
@@ -151,6 +157,8 @@ def plan_checkpoint(
     own: Sequence[Architecture] = (),
     statistics: Statistics | None = None,
     input_scales: InputScales | None = None,
+    *,
+    unused_statistics: bool = False,
 ) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
     return make_plan(
@@ -161,6 +169,7 @@ def plan_checkpoint(
         own,
         statistics=statistics,
         input_scales=input_scales,
+        unused_statistics=unused_statistics,
     )
 
 
@@ -173,6 +182,7 @@ def make_plan(
     *,
     statistics: Statistics | None = None,
     input_scales: InputScales | None = None,
+    unused_statistics: bool = False,
 ) -> Plan:
     """Plan a conversion.
 
@@ -185,6 +195,7 @@ def make_plan(
         statistics: of the inputs of this model's experts, for weighted searches and static scales
             of activations.
         input_scales: static scales of activations of this model.
+        unused_statistics: allow statistics that decide no byte of the output.
 
     Raises:
         StatisticsError: the statistics are of a model of other sizes, or nothing uses them or the
@@ -209,6 +220,8 @@ def make_plan(
         input_scales,
         predictable=predicts_uncalibrated(model),
     )
+    if not unused_statistics:
+        check_used(assigned.units, statistics)
     units, warnings = with_predictions(assigned.units, source), assigned.warnings
     dialect = output_dialect(recipe, source, assigned)
     left = unmatched(source, assigned)

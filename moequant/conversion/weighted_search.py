@@ -124,20 +124,24 @@ def _is_uncalibrated(role: TensorRole, statistics: Statistics) -> bool:
 
 def check_used(units: Iterable[Unit], statistics: Statistics | None) -> None:
     """Check that statistics, if there are any, are used; raises StatisticsError."""
-    if statistics is not None and not any(
-        uses_statistics(unit) or unit.activation_scales == FROM_STATISTICS for unit in units
-    ):
+    if statistics is not None and not any(map(needs_statistics, units)):
         raise StatisticsError(
             f"{statistics.path}: nothing uses these statistics, because no rule converts a "
             'calibrated layer\'s experts into a format with search = "weighted", or rules name '
             'another search and neither rounding = "gptq" nor activation_scales = '
-            f'"{FROM_STATISTICS}"; convert without them, or change the recipe'
+            f'"{FROM_STATISTICS}"; convert without them, change the recipe, or let them choose the '
+            "layers that stay (--keep-sensitive)"
         )
 
 
 def is_weighted(unit: Unit) -> bool:
     """Whether the unit needs the mean squares of its input channels."""
     return unit.options.get("search") == WEIGHTED
+
+
+def needs_statistics(unit: Unit) -> bool:
+    """Whether statistics decide the bytes of the unit: of its weights or its static scales."""
+    return uses_statistics(unit) or unit.activation_scales == FROM_STATISTICS
 
 
 def uses_statistics(unit: Unit) -> bool:

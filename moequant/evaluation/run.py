@@ -200,16 +200,18 @@ def evaluate(
     if on_plan is not None:
         on_plan(run.plan)
     found: list[ModelResult] = []
+    floor = None
     if not dry_run:
         with (
             deterministic(place),
             _temporary_folder(folder) as work,
         ):
             found = list(run.run(Path(work), progress or SilentProgress()))
+        floor = found.pop() if noise_floor else None
     return EvaluationResult(
         plan=run.plan,
-        tests=tuple(one for one in found if one.name != NOISE_FLOOR),
-        noise_floor=next((one for one in found if one.name == NOISE_FLOOR), None),
+        tests=tuple(found),
+        noise_floor=floor,
         seconds=time.monotonic() - started,
     )
 

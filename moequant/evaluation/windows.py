@@ -8,14 +8,13 @@ has it, as models trained with that token want it, else the bos or the eos token
 
 from __future__ import annotations
 
-import hashlib
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moequant.errors import DataError
-from moequant.storage.disk import explained
 from moequant.streaming.samples import Samples, ids_digest
 
 if TYPE_CHECKING:
@@ -83,16 +82,14 @@ def read_windows(
         DataError: the file cannot be read or used, or a section has too few windows.
         UnsupportedError: text, but the checkpoint has no tokenizer that transformers reads.
     """
-    with explained(file, "read"):
-        data = file.read_bytes()
     reader = Samples(file=file, folder=folder, vocabulary=vocabulary)
-    of_samples: list[list[list[int]]] = []
+    of_samples: list[list[array[int]]] = []
     first: list[int] = []
-    for prefix, ids in reader.read(data):
+    for prefix, ids in reader.read():
         begin: list[int] = []
         if prefix is not None:
             first = begin = prefix or [_first_token(reader.tokenizer, folder)]
-        of_samples.append(_cut(begin, ids, tokens))
+        of_samples.append(_cut(array("i", begin), ids, tokens))
     sections = of_samples
     if file.suffix == ".jsonl":
         sections = [[window for found in of_samples for window in found]]
@@ -102,7 +99,7 @@ def read_windows(
         sections=tuple(where),
         section_count=len(sections),
         first=tuple(first),
-        file_sha256=hashlib.sha256(data).hexdigest(),
+        file_sha256=reader.file_sha256,
         chat_template=reader.chat_template,
         tokenizer=reader.tokenizer if reader.tokenized else None,
     )
@@ -119,7 +116,7 @@ def _first_token(tokenizer: Any, folder: Path) -> int:
     )
 
 
-def _cut(first: list[int], ids: list[int], tokens: int) -> list[list[int]]:
+def _cut(first: array[int], ids: array[int], tokens: int) -> list[array[int]]:
     """The windows of a sample, each beginning with `first`; what is left over is left out."""
     step = tokens - len(first)
     if step < 1:
@@ -131,7 +128,7 @@ def _cut(first: list[int], ids: list[int], tokens: int) -> list[list[int]]:
 
 
 def _choose(
-    file: Path, sections: Sequence[list[list[int]]], windows: int, tokens: int
+    file: Path, sections: Sequence[list[array[int]]], windows: int, tokens: int
 ) -> tuple[list[list[int]], list[int]]:
     """Windows evenly from all sections, and the section of each."""
     if not sections:
@@ -145,6 +142,6 @@ def _choose(
                 f"{file}: section {index} has {len(found)} windows of {tokens} tokens, but {want} "
                 "are wanted of it; give more text, fewer --windows, or fewer --tokens"
             )
-        rows += [found[n * len(found) // want] for n in range(want)]
+        rows += [found[n * len(found) // want].tolist() for n in range(want)]
         where += [index] * want
     return rows, where

@@ -75,6 +75,7 @@ class LayerwiseModel:
     ) -> None:
         transformers = import_transformers()
         self.source = source
+        self._path = checkpoint.path
         self.dtype = dtype
         self.device = device
         config = read_config(transformers, checkpoint.path)
@@ -289,10 +290,10 @@ class LayerwiseModel:
         for tensor in _tensors_in((args, kwargs)):
             if tensor.is_floating_point() and torch.isnan(tensor).any():
                 raise UnsupportedError(
-                    f"layer {index} of a {self.model_type} takes NaN: either a layer before has "
-                    "computed it, or the layer takes what a layer before the previous one "
-                    "returned, which is not kept; check the checkpoint's weights, and report a "
-                    "model that needs it"
+                    f"{self._path}: layer {index} of a {self.model_type} takes NaN: either a layer "
+                    "before has computed it, or the layer takes what a layer before the previous "
+                    "one returned, which is not kept; check the checkpoint's weights, and report "
+                    "a model that needs it"
                 )
 
     def _activations(self, index: int, returned: object) -> Activations:

@@ -13,20 +13,20 @@ from transformers import PreTrainedTokenizerFast
 
 from moequant.calibration.data import read_data
 from moequant.errors import DataError, MoequantError, UnsupportedError
+from moequant.streaming import samples
 
 WORDS = ["<s>", "<unk>", *"abcdefgh", "user", "assistant", ":"]
 IDS = {word: number for number, word in enumerate(WORDS)}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 
 
-def make_tokenizer(folder, *, bos=True, template=TEMPLATE):
+def make_tokenizer(folder, *, single="<s> $A", template=TEMPLATE):
     begin, unknown = WORDS[:2]
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", IDS["<s>"])]
-        )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", IDS["<s>"])]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=begin, unk_token=unknown, chat_template=template
     ).save_pretrained(folder)
@@ -71,8 +71,34 @@ def test_each_window_of_text_begins_as_the_tokenizer_begins_a_text(read):
 
 
 def test_a_tokenizer_that_begins_texts_with_nothing(tmp_path, read):
-    folder = make_tokenizer(tmp_path / "other", bos=False)
+    folder = make_tokenizer(tmp_path / "other", single="$A")
     assert windows(read("a b c d e f", name="t", folder=folder)) == [ids("a b c d"), ids("e f")]
+
+
+def test_what_the_tokenizer_puts_behind_a_text_begins_no_window(tmp_path, read):
+    folder = make_tokenizer(tmp_path / "other", single="<s> <s> $A <s>")
+    found = windows(read("a b c", name="t", folder=folder))
+    assert found == [ids("<s> <s> a b"), ids("<s> <s> c")]
+
+
+def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(read, monkeypatch):
+    monkeypatch.setattr(samples, "PIECE_CHARACTERS", 16)
+    seen, tokenize = [], samples.Samples._tokenize
+    monkeypatch.setattr(
+        samples.Samples,
+        "_tokenize",
+        lambda self, piece, where: seen.append(piece) or tokenize(self, piece, where),
+    )
+    first, second = "a b c\nd e f\ng h a b c d e f g h a b\nc d", "\u2028 \u00e9 a\n" * 9
+    data = read(f"\ufeff{first}\f{second}", name="text.txt", window_tokens=1000)
+    assert "".join(seen) == first + second
+    assert max(map(len, seen)) <= 16
+    assert seen[:4] == ["a b c\nd e f\n", "g h a b c d e f ", "g h a b\nc d", second[:12]]
+    assert windows(data) == [[0, *ids(first)], [0, *[1, 2] * 9]]
+    dataset = json.dumps({"text": first}) + "\r\n" + json.dumps({"text": second})
+    assert windows(read(b"\xef\xbb\xbf" + dataset.encode(), window_tokens=1000)) == windows(data)
+    whole = f"\ufeff{first}\f{second}".encode()
+    assert data.record.file_sha256 == hashlib.sha256(whole).hexdigest()
 
 
 def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(tmp_path, read):
@@ -163,14 +189,24 @@ def test_text_without_a_tokenizer_is_refused(tmp_path, read):
 
 @pytest.mark.parametrize("content", [b"", b"\f \n\f", b"a"])
 def test_a_file_without_a_window_is_refused(tmp_path, read, content):
-    folder = make_tokenizer(tmp_path / "other", bos=False)
+    folder = make_tokenizer(tmp_path / "other", single="$A")
     with pytest.raises(DataError, match="no window of 2 to 4 tokens in it"):
         read(content, name="text.txt", folder=folder)
 
 
-def test_bytes_that_are_no_text_are_refused(read):
-    with pytest.raises(DataError, match="byte 2 is not UTF-8"):
-        read(b"ab\xff", name="text.txt")
+@pytest.mark.parametrize("name", ["text.txt", "data.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "byte"),
+    [
+        (b"ab\xff", 2),
+        (b'{"text": "a"}\n' * 3 + b"\xc3", 42),
+        (b'{"text": "\xc3\xa9"}\xe2\x82', 14),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(read, monkeypatch, name, content, byte):
+    monkeypatch.setattr(samples, "PIECE_CHARACTERS", 2)
+    with pytest.raises(DataError, match=f"byte {byte} is not UTF-8"):
+        read(content, name=name)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, folder):

@@ -282,7 +282,17 @@ def test_overwriting_continues_too_and_keeps_the_old_file_until_the_end(save, da
     assert (again.state, again.resumed_layers) == ("calibrated", 0)
 
 
-@pytest.mark.parametrize("name", ["settings.json", "progress.json", "layer-0.bin", "statistics"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "settings.json",
+        "progress.json",
+        "embedding.json",
+        "layer-0.json",
+        "layer-0.bin",
+        "statistics",
+    ],
+)
 def test_a_damaged_folder_of_an_unfinished_calibration_is_refused(save, dataset, tmp_path, name):
     out = tmp_path / "stats"
     interrupted(save("mixtral"), dataset, out)
@@ -304,6 +314,35 @@ def test_a_damaged_folder_of_an_unfinished_calibration_is_refused(save, dataset,
         assert not damaged.exists()
     shutil.rmtree(out.with_name("stats.unfinished"))
     calibrate(save("mixtral"), dataset, out, **BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("progress.json", b'{"finished": 0}', "does not say what is finished; remove"),
+        ("progress.json", b'{"finished": "0", "digests": {}}', "does not say what is finished"),
+        ("progress.json", b'{"finished": 0, "digests": {}}', "of 0, .* 1 digests are wanted"),
+        ("progress.json", b'{"finished": 9, "digests": {}}', "up to 9 finished, .* 3 layers"),
+        ("layer-0.json", b"[]", "no index of activations; it was damaged: remove"),
+        ("layer-0.json", (b"F32", b"F33"), "no index of activations"),
+        ("layer-0.json", (b'"tensors":[[', b'"tensors":[false,['), "no index of activations"),
+        ("layer-0.json", (b'"batches":[{', b'"batches":[],"b":[{'), "no index of activations"),
+        ("layer-0.json", (b",64]", b",65]"), r"layer-0.bin: \d+ bytes, but \d+ were written"),
+        ("embedding.bin", None, "embedding.bin: not what was written; it was damaged: remove"),
+        ("layer-0.bin", None, "layer-0.bin: not what was written; it was damaged: remove"),
+    ],
+)
+def test_what_a_folder_says_is_not_trusted(save, dataset, tmp_path, name, change, message):
+    out = tmp_path / "stats"
+    interrupted(save("mixtral"), dataset, out)
+    damaged = out.with_name("stats.unfinished") / name
+    content = damaged.read_bytes()
+    if change is None:  # one bit of the last number
+        change = content[:-1] + bytes([content[-1] ^ 1])
+    damaged.write_bytes(content.replace(*change, 1) if isinstance(change, tuple) else change)
+    with pytest.raises(MoequantError, match=message):
+        calibrate(save("mixtral"), dataset, out, **BATCHES)
+    assert not out.exists()
 
 
 def test_it_is_not_continued_with_another_source(save, dataset, tmp_path):
@@ -368,6 +407,19 @@ def test_another_file_is_not_overwritten(save, dataset, tmp_path):
     with pytest.raises(MoequantError, match="exists and is no statistics"):
         calibrate(save("mixtral"), dataset, out, **BATCHES)
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("read", ["source/model.safetensors", "source/config.json", "data.jsonl"])
+def test_what_is_read_is_not_overwritten(save, dataset, tmp_path, read):
+    source, data = tmp_path / "source", tmp_path / "data.jsonl"
+    shutil.copytree(save("mixtral"), source)
+    shutil.copy(dataset, data)
+    (tmp_path / "link").symlink_to(tmp_path / read)
+    before = (tmp_path / read).read_bytes()
+    for name in (read, "link"):
+        with pytest.raises(MoequantError, match="this calibration reads it; choose another"):
+            calibrate(source, data, tmp_path / name, overwrite=True, **BATCHES)
+    assert (tmp_path / read).read_bytes() == before
 
 
 def test_a_dry_run_writes_nothing(save, dataset, tmp_path):

@@ -148,6 +148,30 @@ def test_with_static_scales_kept_layers_have_none(source, stats, tmp_path):
     assert verify(tmp_path / "out", against=source, statistics=stats).ok
 
 
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [("fp8_channel", {}), ("mxfp8", {}), ("fp8_tensor", {}), ("nvfp4", {"search": "none"})],
+)
+def test_statistics_that_only_choose_layers_are_not_needed_again(
+    source, stats, tmp_path, format, options
+):
+    settings = {"format": format, "options": options}
+    given = {**settings, "statistics": stats, "keep_sensitive": 1}
+    result = convert(source, tmp_path / "out", **given)
+    assert len(result.kept) == 1
+    assert result.kept[0].cost > 0
+    assert "statistics" not in json.loads((tmp_path / "out" / "moequant.json").read_text())
+    report = verify(tmp_path / "out", against=source)
+    assert report.ok, report.problems
+    assert convert(source, tmp_path / "out", **given).state == "already converted"
+    convert(source, tmp_path / "all", **settings)
+    kept = f"layers.{result.kept[0].layer}."
+    same = Checkpoint.open(tmp_path / "all")
+    for name in (ours := Checkpoint.open(tmp_path / "out")).tensors:
+        if kept not in name:
+            assert torch.equal(ours.read(name), same.read(name)), name
+
+
 def test_an_expert_that_saw_no_token_does_not_count(source, measure, tmp_path, monkeypatch):
     """Of four experts, the first saw none; with two a layer, the last two are compared."""
     stats = measure(source, tmp_path / "stats")
@@ -174,6 +198,11 @@ def test_the_command_shows_which_layers_and_what_they_cost(source, stats, tmp_pa
     document = json.loads(shown.stdout)
     assert len(document["kept_layers"]) == 2
     assert document["kept_layers"][0]["cost"] >= document["kept_layers"][1]["cost"] > 0
+    assert f"--statistics {stats}" in document["next"]
+    nearest = CliRunner().invoke(
+        cli, ["convert", *out, *args, "--option", "search=none", "--json", "--overwrite"]
+    )
+    assert "--statistics" not in json.loads(nearest.stdout)["next"]
 
 
 def test_it_is_a_sum_of_squares_and_not_of_one_thread(source, stats, tmp_path):

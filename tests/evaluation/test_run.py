@@ -6,10 +6,12 @@ import json
 import math
 import shutil
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 
 from moequant import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
@@ -150,6 +152,27 @@ def test_the_noise_floor_is_the_reference_in_the_other_dtype(converted, data, id
     assert 0 < result.noise_floor.figures.kl_mean < result.tests[0].figures.kl_mean
     again = evaluate(source, [source], data, **SETTINGS).tests[0].figures
     assert (again.kl_max, again.same_top) == (0.0, 1.0)
+
+
+def test_a_test_may_be_named_like_the_noise_floor(converted, data, tmp_path, monkeypatch):
+    source, test = converted("mixtral", "w4a8")
+    monkeypatch.chdir(tmp_path)
+    Path("noise floor").symlink_to(test)
+    result = evaluate(source, ["noise floor"], data, noise_floor=True, **SETTINGS)
+    assert [one.dtype for one in (*result.tests, result.noise_floor)] == ["float32", "bfloat16"]
+
+
+def test_the_model_that_computes_nan_is_named(converted, data, tmp_path):
+    source, _ = converted("mixtral", "w4a8")
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    shard = next(path for path in broken.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(shard)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, shard)
+    with pytest.raises(UnsupportedError, match=r"/broken: layer 1 of a mixtral takes NaN"):
+        evaluate(source, [broken], data, **SETTINGS)
 
 
 def test_a_head_that_shares_the_embedding(tmp_path, data, ids):
