@@ -13,8 +13,9 @@ largest. The largest is mostly the sum so far, which grows as the square root of
 as does the number of cuts: so the error relative to the result grows as the square root of the
 columns that stay in the tensor cores. By that model, for normal weights and activations
 (test_fp8_channel.py), it is 1.3e-4 where float32 takes over every 128 columns, 2.1e-4 with 256,
-3.6e-4 with 512, and 2.0e-3 with all of K = 7168. It is 128 here, as in the other FP8 kernels: with
-256 in tiles of 128 rows, calls took from 2 % less to 2 % more (docs/kernels.md).
+3.6e-4 with 512, and 2.0e-3 with all of K = 7168. It is 128 here, as in the other FP8 kernels, in
+units of up to 128 rows: with 256, calls took from 2 % less to 2 % more (docs/kernels.md). Units of
+more rows have registers for one set of sums, and it is all of K.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def tensor_core_sum(products, promoted):
 
 
 def test_promoted_sums_are_as_exact_as_the_bounds_on_a_gpu_suppose():
-    """tests/runtime/test_sm90.py supposes a relative error of at most 1e-3 of sums."""
+    """tests/runtime/test_sm90.py supposes a relative error of at most 1e-3, or 2e-3, of sums."""
     g = torch.Generator().manual_seed(0)
 
     def codes():
@@ -400,4 +400,5 @@ def test_promoted_sums_are_as_exact_as_the_bounds_on_a_gpu_suppose():
         return float(off.norm() / exact.norm())
 
     assert error(128) < 1e-3
-    assert error(7168) > 4 * error(128)  # which is why sums are promoted
+    # Where sums are not promoted, in tiles of many rows: as docs/kernels.md says.
+    assert 4 * error(128) < error(7168) < 2.05e-3
