@@ -109,6 +109,9 @@ __device__ __forceinline__ void run_unit(
     barrier_wait(base + OFF_FULL + ring.stage * 8, ring.parity);
     see_copies();
   };
+  // With more than 128 rows there are no registers for a product beside the sums. With one stage both are the same, and
+  // ptxas 13.0 leaves out the products of the first block where the registers of one product serve both.
+  constexpr bool IN_TENSOR_CORES = N > 128 || (N > 96 && KBLOCKS == 1);
   u32 before = 0;  // the stage
   for (int k = at.k_begin; k < k_end; ++k) {
     const u32 s = ring.stage, x = base + OFF_X + s * X_BYTES;
@@ -125,7 +128,7 @@ __device__ __forceinline__ void run_unit(
       pin(d[1]);
       release(base + OFF_EMPTY + s * 8, lane);
       add(sum[1], d[1]);
-    } else if constexpr (N <= 128) {  // registers for one product; the other warpgroup multiplies meanwhile
+    } else if constexpr (!IN_TENSOR_CORES) {  // registers for one product; the other warpgroup multiplies meanwhile
       if (k == at.k_begin) await_stage();
       float d[ACC];
       start(d, w, x);
@@ -137,7 +140,7 @@ __device__ __forceinline__ void run_unit(
       wgmma_wait<0>();
       release(base + OFF_EMPTY + s * 8, lane);
       add(sum[1], d);
-    } else {  // registers for none: the tensor cores add up all products
+    } else {
       await_stage();
       multiply(sum[0], w, x);
       multiply(sum[1], w + BLOCK_BYTES, x);
@@ -147,7 +150,7 @@ __device__ __forceinline__ void run_unit(
       before = s;
     }
   }
-  if constexpr (N > 128) {
+  if constexpr (IN_TENSOR_CORES) {
     wgmma_wait<0>();
     release(base + OFF_EMPTY + before * 8, lane);
     pin(sum[0]);

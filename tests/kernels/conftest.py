@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,10 +52,12 @@ def compiled_by(tmp_path):
 
 @pytest.fixture
 def compiles_well(tmp_path):
-    """compiles_well(configs): for Hopper, without spilled registers or products that wait."""
+    """compiles_well(configs): for Hopper, with all products, and without spills or waiting ones."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
+    triton = Path(pytest.importorskip("triton").__file__).parent
+    disassemble = triton / "backends" / "nvidia" / "bin" / "nvdisasm"
     source, cubin = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
 
     def check(configs):
@@ -70,6 +73,13 @@ def compiles_well(tmp_path):
             assert "0 bytes spill stores, 0 bytes spill loads" in log, (config, log)
             # What ptxas says of WGMMA that it makes wait for each other.
             assert "serialized" not in log, (config, log)
+            sass = subprocess.run(
+                [disassemble, "-c", cubin], capture_output=True, text=True, check=True
+            ).stdout
+            for rows in config.classes:
+                found = re.findall(rf"GMMA\.64x{rows}x(\d+)", sass)
+                # Two blocks of 128 columns; ptxas has left out those of one.
+                assert len(found) >= 2 * 128 // int(found[0]), (config, rows, len(found))
 
     return check
 

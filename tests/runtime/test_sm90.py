@@ -467,6 +467,15 @@ def test_it_computes_what_the_reference_does(weights, inputs, format, shape, M):
 
 @gpu
 @every_format
+def test_it_does_with_128_columns(weights, inputs, format):
+    """One stage: a loop that is none, for which compilers have other ways."""
+    shape = (6, 256, 128, 2)
+    for M in (9, 100, 300, 600):  # tiles of 8 rows to those of the most
+        check(format, weights(format, shape), inputs(shape, M))
+
+
+@gpu
+@every_format
 @pytest.mark.parametrize("kind", ["skewed", "holes", "one expert", "nowhere"])
 @pytest.mark.parametrize(
     ("shape", "M"), [("small", 5), ("odd", 200), ("small", 700), ("qwen3-30b", 300)]

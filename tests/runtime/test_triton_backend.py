@@ -36,7 +36,8 @@ ODD = {
     "fp8_block": (8, 720, 336, 2),
     "w4a8": (8, 640, 384, 2),
     **dict.fromkeys(("nvfp4", "mxfp4", "mxfp8"), (8, 736, 352, 2)),
-    **dict.fromkeys((RUNNABLE.keys() - FORMATS.keys()) | {"fp8_channel"}, (8, 717, 333, 2)),
+    **dict.fromkeys(RUNNABLE.keys() - FORMATS.keys(), (8, 717, 333, 2)),
+    **dict.fromkeys(("fp8_channel", "fp8_tensor"), (8, 717, 333, 2)),
 }
 
 # For float32 hidden states nothing is rounded but sums. As a random walk of K <= 1024 terms a sum
