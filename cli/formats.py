@@ -28,6 +28,7 @@ _SHAPE = (2048, 4096)
     epilog=options.examples(
         "moequant formats",
         "moequant formats --backends",
+        "moequant formats --backends --activations fp8_tensor",
         "moequant formats --architectures",
     ),
 )
@@ -41,14 +42,23 @@ _SHAPE = (2048, 4096)
     is_flag=True,
     help="List the architectures instead, with the dialect of each format and how each is tested.",
 )
+@options.activations_option
 @click.option("--markdown", is_flag=True, help="With --architectures: print Markdown tables.")
 @options.json_option
-def command(backends: bool, architectures: bool, markdown: bool, as_json: bool) -> None:
-    """List formats with their options, and dialects. With --json, backends are listed, too."""
+def command(
+    backends: bool, architectures: bool, activations: str, markdown: bool, as_json: bool
+) -> None:
+    """List formats with their options, and dialects. With --json, backends are listed, too.
+
+    Backends are asked with the activations of the format, or others that they are for, or with
+    those of --activations.
+    """
     if markdown and (as_json or not architectures):
         raise click.UsageError("--markdown needs --architectures and excludes --json")
     if backends and architectures:
         raise click.UsageError("give --backends or --architectures, not both")
+    if activations != "format" and not (backends or (as_json and not architectures)):
+        raise click.UsageError("--activations needs --backends or --json")
     from moequant.cli import architectures as table
     from moequant.dialects import REGISTRY as DIALECTS
     from moequant.formats import CONVERTIBLE as FORMATS
@@ -70,7 +80,7 @@ def command(backends: bool, architectures: bool, markdown: bool, as_json: bool) 
         ]
     if as_json or backends:
         document["quantizers"] = list(_quantizers())
-        document["backends"] = list(_backends())
+        document["backends"] = list(_backends(activations))
     out.result(document, _show_backends if backends else _show)
 
 
@@ -113,10 +123,10 @@ def _quantizers() -> Iterator[dict[str, Any]]:
         }
 
 
-def _backends() -> Iterator[dict[str, Any]]:
+def _backends(asked: str) -> Iterator[dict[str, Any]]:
     """Whether each backend runs layers of Qwen3-30B-A3B's sizes on each device here, or why not.
 
-    Activations are those of the format, or the others that the backend is for.
+    Activations are those of the format, or the others that the backend is for, or those `asked`.
     """
     import torch
 
@@ -128,7 +138,7 @@ def _backends() -> Iterator[dict[str, Any]]:
     for device, backend, format in product(devices, backends().values(), CONVERTIBLE.values()):
         workload = Workload(
             format=format.name,
-            activations=_activations(backend, format),
+            activations=_activations(backend, format) if asked == "format" else asked,
             experts=128,
             hidden=2048,
             intermediate=768,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moequant.cli import options
-from moequant.cli.output import NEVER_RUN, Output, count, size
+from moequant.cli.output import NEVER_RUN, Output, count, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +75,8 @@ def command(
         "never_run": [
             backend.name
             for backend in REGISTRY.values()
-            if backend.never_run and backend.layout.name in {e.layout for e in layers.values()}
+            if backend.never_run
+            and {x.name for x in backend.layouts} & {e.layout for e in layers.values()}
         ],
     }
     out.result(document, _show)
@@ -88,5 +90,25 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         out.line(f"{document['folder']}: already prepared, nothing to do ({amount})")
     else:
         out.line(f"{document['folder']}: {amount}")
+    for name, numbers in _second_choices(document).items():
+        layers_are = "layer" if len(numbers) == 1 else "layers"
+        out.line(f"{layers_are} {ranges(sorted(numbers))} as {name}, for {_why(name)}")
     if document["never_run"]:
         out.line(f"for {' and '.join(document['never_run'])}: {NEVER_RUN}")
+
+
+def _second_choices(document: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Layers that the best layout of their backend does not hold, by the layout they are in."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number, layer in document["layers"].items():
+        if _why(layer["layout"]):
+            found[layer["layout"]].append(number)
+    return found
+
+
+def _why(name: str) -> str:
+    """Of which weights a layout is; empty for the first one of a backend."""
+    from moequant.runtime.backends import REGISTRY
+
+    every = {x.name: x.why for backend in REGISTRY.values() for x in backend.layouts}
+    return every.get(name, "")

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.routing import MAX_PAIRS
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+MAX_PAIRS = 65536
+"""Token-expert pairs that are sorted at a time; see `moequant.kernels.routing`."""
 
 
 def run_in_parts(

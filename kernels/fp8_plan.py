@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.portable.portable_grouped_gemm import Rows
+from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import max_rows, sort_routing
 from moequant.kernels.sm90.quantize_permute import copy_rows, prepare
+from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class Fp8Plan(ABC):
         by_token: whether activations have a scale a row; else one for 128 columns of it, [ceil(K /
             128), rows].
         row_bias: float32 [E, H], added to what the second GEMM computes; None if it does that.
+        tensor_scale: whether all rows have the same scale, before each GEMM the one of the largest
+            magnitude of all tokens or rows; `activate` finds the second.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Fp8Plan(ABC):
         grouping: Grouping,
         by_token: bool,
         row_bias: Tensor | None = None,
+        tensor_scale: bool = False,
     ) -> None:
         self.tensors, self.act_fn = tensors, act_fn
         self.grouping, self.row_bias = grouping, row_bias
@@ -69,6 +75,10 @@ class Fp8Plan(ABC):
             return codes, arena.empty(*shape, dtype=torch.float32)
 
         self.routing = arena.sorted_routing(pairs, grouping)
+        self.tokens = None
+        if tensor_scale:
+            codes = Rows.empty("fp8_token", tokens, H, dtype=torch.float32, arena=arena)
+            self.tokens = codes, TensorScale.allocate(empty=arena.empty)
         self.x, self.x_scale = quantized(H)
         self.gate_up = arena.empty(rows, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
         self.act, self.act_scale = quantized(I)
@@ -93,6 +103,10 @@ class Fp8Plan(ABC):
     ) -> None:
         """Run the experts; see `PackedExperts.run`. All tensors are contiguous."""
         routing, grouping, x, scale = self.routing, self.grouping, self.x, self.x_scale
+        if self.tokens is not None and hidden_scale is None:
+            tokens, of_all = self.tokens
+            quantize_rows(hidden, tokens, static=of_all.find(hidden))
+            hidden, hidden_scale = tokens.qdata.view(torch.float8_e4m3fn), tokens.scale
         if hidden_scale is None:
             prepare(hidden, topk_ids, routing, x, scale, grouping, expert_map=expert_map)
         else:

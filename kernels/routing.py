@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moequant.kernels.calls import MAX_PAIRS
 from moequant.kernels.launch import Relaunch, launch, overlaps_launches, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
 
 ONE_LAUNCH_PAIRS = 4096
-MAX_PAIRS = 65536
 _CHUNKS = ((32768, 256), (MAX_PAIRS, 512))
 """Pairs of a program, up to so many in all: it reads the counts of every other."""
 

@@ -40,6 +40,10 @@ class UnsupportedError(MoequantError):
     exit_code = 4
 
 
+class DoesNotFitError(UnsupportedError):
+    """Weights whose values a layout does not hold; another layout of the same backend may."""
+
+
 class NumericsError(MoequantError):
     """An error beyond its limit, or bytes that differ from the expected ones."""
 

@@ -12,7 +12,10 @@ class Progress(Protocol):
         """A task of `total` units begins; the unit is bytes unless `unit` says otherwise."""
 
     def advance(self, done: int, current: str) -> None:
-        """`done` more units are done; `current` says where, such as "layer 3/48"."""
+        """`done` more units are done; `current` says where, such as "layer 3/48".
+
+        `done` is negative where work has to be done again.
+        """
 
     def finish(self) -> None:
         """The task ended."""

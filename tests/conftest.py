@@ -241,13 +241,15 @@ def write_checkpoint(
     shard_bytes=1_000_000,
     seed=0,
     config=None,
+    far_apart=(),
 ):
     """Write a checkpoint, about 5 MB by default, into `path`, and return that.
 
     `model_type` is qwen3_moe, mixtral, gpt_oss, or deepseek_v3: that with one dense layer first,
     shared experts and a multi-token-prediction layer. Matrices are N(0, 0.02) with two large
     columns. Shards are cut wherever they are full, so that an expert may straddle two. `config` is
-    merged into config.json.
+    merged into config.json. Matrices that `far_apart` names have 32 columns of a row that are
+    2**-20 times what they were.
     """
     sizes = {"layers": layers, "experts": experts, "hidden": hidden, "intermediate": intermediate}
     fields, shapes = _ARCHITECTURES[model_type](**sizes)
@@ -273,7 +275,8 @@ def write_checkpoint(
         "lm_head.weight": (vocabulary, hidden),
     }
     path.mkdir(parents=True, exist_ok=True)
-    _save_weights(path, shapes, dtype, shard_bytes, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    _save_weights(path, shapes, dtype, shard_bytes, generator, far_apart)
     for name, content in {"config.json": fields, **SIDECARS}.items():
         (path / name).write_text(json.dumps(content, indent=2))
     return path
@@ -296,7 +299,7 @@ def _dtype(name, dtype):
     return torch.float32 if _is_correction(name) else dtype
 
 
-def _save_weights(path, shapes, dtype, shard_bytes, generator):
+def _save_weights(path, shapes, dtype, shard_bytes, generator, far_apart):
     """One shard is in memory at a time."""
     sizes = {n: math.prod(s) * _dtype(n, dtype).itemsize for n, s in shapes.items()}
     shards = [[]]
@@ -308,6 +311,8 @@ def _save_weights(path, shapes, dtype, shard_bytes, generator):
     for i, names in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         weights = {name: _random(name, shapes[name], dtype, generator) for name in names}
+        for name in weights.keys() & set(far_apart):
+            weights[name][5, 64:96] *= 2.0**-20
         save_file(weights, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -9,6 +9,7 @@ import torch
 
 from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.cutlass.act_quantize import act_quantize
+from moequant.kernels.cutlass.act_tensor_quantize import ActTensorQuantize
 from moequant.kernels.cutlass.batch_tiles import batch_tiles
 from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
 from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
@@ -39,6 +40,7 @@ class CutlassPlan(Fp8Plan):
 
     Args:
         variant: the kernel of both GEMMs; by default that of the tile which most experts fill.
+        tensor_scale: see `Fp8Plan`.
     """
 
     def __init__(
@@ -50,12 +52,25 @@ class CutlassPlan(Fp8Plan):
         arena: WorkspaceArena,
         *,
         variant: GemmVariant | None = None,
+        tensor_scale: bool = False,
     ) -> None:
         E = tensors["w2_qdata"].shape[0]
         likely = likely_tile_rows(tokens * topk / E, TILE_ROWS)
         self.variant = variant or GemmVariant(tile_rows=likely)
         grouping = Grouping(experts=E, tile_rows=self.variant.tile_rows)
-        super().__init__(tensors, act_fn, tokens, topk, arena, grouping=grouping, by_token=True)
+        super().__init__(
+            tensors,
+            act_fn,
+            tokens,
+            topk,
+            arena,
+            grouping=grouping,
+            by_token=True,
+            tensor_scale=tensor_scale,
+        )
+        self._between = None
+        if tensor_scale:
+            self._between = ActTensorQuantize.allocate(*self.act.shape, empty=arena.empty)
         self._gemms: dict[str, CutlassGroupedGemm] = {}
 
     def multiply(self, weight: str, x: Tensor, x_scale: Tensor, out: Tensor) -> None:
@@ -70,12 +85,22 @@ class CutlassPlan(Fp8Plan):
 
     def activate(self) -> None:
         """See `Fp8Plan.activate`."""
-        row_of_pair = self.routing.row_of_pair
-        act_quantize(self.gate_up, self.act, self.act_scale, self.act_fn, row_of_pair=row_of_pair)
+        rows = (self.gate_up, self.act, self.act_scale, self.act_fn)
+        row_of_pair, row_end = self.routing.row_of_pair, self.routing.row_end
+        if self._between is None:
+            act_quantize(*rows, row_of_pair=row_of_pair)
+        else:
+            self._between(*rows, row_of_pair=row_of_pair, row_end=row_end)
 
 
 def batched_experts(
-    tensors: Mapping[str, Tensor], act_fn: ActFn, qdata: Tensor, scale: Tensor, counts: Tensor
+    tensors: Mapping[str, Tensor],
+    act_fn: ActFn,
+    qdata: Tensor,
+    scale: Tensor,
+    counts: Tensor,
+    *,
+    tensor_scale: bool = False,
 ) -> Tensor:
     """Every expert's result for the first counts[e] of its tokens. Nothing is read on the host.
 
@@ -85,6 +110,7 @@ def batched_experts(
         qdata: float8_e4m3fn [E, C, H] contiguous.
         scale: float32 [E, C, 1] contiguous.
         counts: [E] int32; more than C is C.
+        tensor_scale: whether what lies between the GEMMs is quantized with one scale of all rows.
 
     Returns:
         [E, C, H] bfloat16; rows at or beyond counts[e] are anything.
@@ -109,9 +135,22 @@ def batched_experts(
         batch_tiles(counts, tiles, tile_count, unused, capacity=C, tile_rows=variant.tile_rows)
         stream = stream_of(qdata.device)
         gemm_of(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)(stream)
-        act_quantize(gate_up, act, act_scale, act_fn, counts=counts)
+        if tensor_scale:
+            between = ActTensorQuantize.allocate(E * C, I, empty=empty)
+            used, end = _used_rows(counts, C)
+            between(gate_up, act, act_scale, act_fn, row_of_pair=used, row_end=end)
+        else:
+            act_quantize(gate_up, act, act_scale, act_fn, counts=counts)
         gemm_of(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)(stream)
     return y
+
+
+def _used_rows(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The rows of batches as of sorted pairs: [E * C] int32, -1 for none, and [E], their ends."""
+    place = torch.arange(capacity, dtype=torch.int32, device=counts.device)
+    first = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device) * capacity
+    rows = torch.where(place < counts[:, None], first[:, None] + place, -1)
+    return rows.flatten(), first + counts
 
 
 def gemm_of(

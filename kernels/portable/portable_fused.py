@@ -1,7 +1,8 @@
 """The experts of a layer: from hidden states and a routing to output, in five launches or so.
 
 sort             the routing, compact rows
-quantize         each token once, unless activations stay as they are
+quantize         each token once, unless activations stay as they are; if all share a scale, two
+                 launches find it before, here and below
 gate and up      grouped GEMM that gathers its rows; activation function, quantization to groups
 quantize         the rows, where a scale is a whole row's
 down             grouped GEMM
@@ -13,7 +14,7 @@ bfloat16, and so is each expert's result; for others both are float32. Nothing i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,7 @@ from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import Grouping, likely_tile_rows, max_rows, sort_kernel, sort_routing
+from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class PortablePlan:
         self.x = None
         if experts.activations != "none":
             self.x = Rows.empty(experts.activations, tokens, H, dtype=between, arena=arena)
+        self.scale = TensorScale.allocate(empty=arena.empty) if experts.tensor_scale else None
         self.middle = Middle(experts, rows, between, arena)
         self.y = Rows.empty("none", rows, H, dtype=between, arena=arena)
 
@@ -105,7 +108,10 @@ class PortablePlan:
             codes = hidden.view(torch.uint8)
             x = Rows(scheme=self.experts.activations, qdata=codes, scale=hidden_scale)
         elif self.x is not None:
-            quantize_rows(hidden, self.x, static=self.experts.up_static)
+            static = self.experts.up_static
+            if self.scale is not None:
+                static = self.scale.find(hidden)
+            quantize_rows(hidden, self.x, static=static)
             x = self.x
         middle = self.middle(
             x,
@@ -130,6 +136,7 @@ class Middle:
         self.values = None
         if scheme == "fp8_token":
             self.values = Rows.empty("none", rows, I, dtype=torch.float32, arena=arena)
+        self.scale = TensorScale.allocate(empty=arena.empty) if experts.tensor_scale else None
 
     def __call__(
         self,
@@ -155,14 +162,13 @@ class Middle:
             x, work, w.up, out, act=w.act_fn, gate=w.gate, pair_of_row=pair_of_row, topk=topk
         )
         if self.values is not None:
-            quantize_rows(
-                self.values.qdata,
-                self.out,
-                row_of_pair=row_of_pair,
-                counts=work.count if row_of_pair is None else None,
-                capacity=work.capacity,
-                static=w.down_static,
-            )
+            values, static = self.values.qdata, w.down_static
+            used: dict[str, Any] = {"row_of_pair": row_of_pair}
+            if row_of_pair is None:
+                used = {"counts": work.count, "capacity": work.capacity}
+            if self.scale is not None:
+                static = self.scale.find(values, **used)
+            quantize_rows(values, self.out, static=static, **used)
         return self.out
 
 

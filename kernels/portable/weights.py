@@ -95,6 +95,8 @@ class Experts:
         up_static: with "fp8_token", float32 [1], the scale of all tokens that gate and up are fed;
             None, and each has its own.
         down_static: likewise of what down is fed.
+        tensor_scale: with "fp8_token", whether calls compute such scales, of the largest magnitude
+            of all tokens, and of all rows that down is fed.
     """
 
     gate: Projection | None
@@ -104,6 +106,7 @@ class Experts:
     activations: str
     up_static: Tensor | None = None
     down_static: Tensor | None = None
+    tensor_scale: bool = False
 
     @property
     def experts(self) -> int:

@@ -46,6 +46,7 @@ from moequant.kernels.sm90.quantize_permute import (
     sort_and_quantize,
 )
 from moequant.kernels.sm90.tiling import Tiling, Tilings, TuningProblem
+from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Sm90Weights(ABC):
             token's is computed.
         static2: likewise of what down is fed; with `static13`, and of a family whose
             `quantizes_apart`.
+        tensor_scale: whether calls compute such scales, of the largest magnitude of all tokens, and
+            of all rows that down is fed; of a family whose `quantizes_apart`.
     """
 
     w13: Tensor
@@ -82,6 +85,7 @@ class Sm90Weights(ABC):
     act_fn: ActFn = SILU
     static13: Tensor | None = None
     static2: Tensor | None = None
+    tensor_scale: bool = False
     _plans: KeptPlans[Sm90Plan] = field(default_factory=KeptPlans, init=False, repr=False)
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
     _workspace_bytes: dict[tuple[int, int], int] = field(
@@ -318,7 +322,8 @@ class Buffers:
         x: float8_e4m3fn [rows, H], the tokens in the order of the experts; or [M, H], as they
             come, where the first GEMM gathers; None where hidden states are not quantized.
         x_scale: float32, of `x`: see `quantize_permute`.
-        tokens: with a static scale, [M, H] as they come, before they are copied to `x`.
+        tokens: with a scale of all tokens, [M, H] as they come, before they are copied to `x`.
+        scales: where calls compute it, that of all tokens and that of all rows of `act`.
         act: bfloat16 [rows, Ip], what the first GEMM leaves, unless it quantizes that itself.
         codes: float8_e4m3fn [rows, Ip], the same quantized; None where it is not.
         codes_scale: float32, of `codes`.
@@ -329,6 +334,7 @@ class Buffers:
     x: Tensor | None
     x_scale: Tensor | None
     tokens: Rows | None
+    scales: tuple[TensorScale, TensorScale] | None
     act: Tensor | None
     codes: Tensor | None
     codes_scale: Tensor | None
@@ -360,8 +366,11 @@ class Buffers:
 
         routing = arena.sorted_routing(pairs, weights.grouping(tiling))
         x = quantized(first, H, by_token=tiling.gather)
-        of_tokens = None
-        if weights.static13 is not None:
+        of_tokens = scales = None
+        if weights.tensor_scale:
+            one, other = (TensorScale.allocate(empty=arena.empty) for _ in range(2))
+            scales = one, other
+        if weights.static13 is not None or scales is not None:
             of_tokens = Rows.empty("fp8_token", tokens, H, dtype=torch.float32, arena=arena)
         apart = weights.quantizes_apart or not weights.quantizes
         act = arena.empty(rows, I, dtype=torch.bfloat16) if apart else None
@@ -371,6 +380,7 @@ class Buffers:
             x=x and x[0],
             x_scale=x and x[1],
             tokens=of_tokens,
+            scales=scales,
             act=act,
             codes=codes and codes[0],
             codes_scale=codes and codes[1],
@@ -470,7 +480,8 @@ class Sm90Plan:
             self.gate_up.gather_from(hidden)
             return sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
         if b.tokens is not None and hidden_scale is None:
-            quantize_static(hidden, b.tokens, static=self._static13)
+            scale = self._static13 if b.scales is None else b.scales[0].find(hidden)
+            quantize_static(hidden, b.tokens, static=scale)
             hidden, hidden_scale = b.tokens.qdata.view(torch.float8_e4m3fn), b.tokens.scale
         if hidden_scale is not None:
             sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
@@ -491,14 +502,16 @@ class Sm90Plan:
         b = self.buffers
         if b.act is None or b.codes is None or b.codes_scale is None:
             return None
-        if self._static2 is not None:
+        row_of_pair, scale = b.routing.row_of_pair, self._static2
+        if b.scales is not None:
+            scale = b.scales[1].find(b.act, row_of_pair=row_of_pair)
+        if scale is not None:
             rows = Rows(
                 scheme="fp8_token",
                 qdata=b.codes.view(torch.uint8),
                 scale=b.codes_scale[:, None],
             )
-            row_of_pair = b.routing.row_of_pair
-            quantize_static(b.act, rows, row_of_pair=row_of_pair, static=self._static2)
+            quantize_static(b.act, rows, row_of_pair=row_of_pair, static=scale)
             return None
         return quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
 

@@ -153,7 +153,7 @@ class Tilings(ABC):
         mean = pairs / problem.experts
         likely = mean + 2 * mean**0.5
         rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
-        pair = bool(self.pair_rows) and mean - 2 * mean**0.5 > 192
+        pair = rows in self.pair_rows and mean - 2 * mean**0.5 > 192
         active = min(pairs, problem.experts)
         return Tiling(
             rows=rows,

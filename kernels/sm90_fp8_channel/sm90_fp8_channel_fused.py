@@ -48,13 +48,13 @@ class Fp8ChannelTilings(Fp8BlockTilings):
 
     name = "fp8_channel"
     version = 1
-    rows = (8, 16, 32, 48, 64, 96, 128)
-    pair_rows = (96, 128)
+    rows = (8, 16, 32, 48, 64, 96, 128, 160, 192)
+    pair_rows = (96, 128, 192)
     gather_rows = (48, 64, 96, 128)
 
     def _gathers(self, rows: int, pair: bool) -> bool:
         # As W4A8 does with tiles of up to 64 rows, and FP8 blocks with pairs.
-        return rows in (48, 64) or pair
+        return rows in (48, 64) or (pair and rows <= 128)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 //   y[r, n] = x_scale[r] * w_scale[e, n] * sum over k of  x[r, k] * w[e, n, k]
 //
 // for the rows r of expert e. The tensor cores sum the products of 128 k; these sums are added up in float32, because
-// the tensor cores' own sums have about 14 bits (sm90_fp8_channel_fused.py has the error bound). A bias is added behind.
+// the tensor cores' own sums have about 14 bits (sm90_fp8_channel_fused.py has the error). Units of more than 128 rows
+// have no registers for that: there the tensor cores sum over all k. A bias is added behind.
 // ACTIVATED: out is an activation function of y; GATED: n runs over gate and up rows, and it is act(gate) * up. Out is
 // bfloat16.
 //
@@ -46,6 +47,15 @@ __device__ __forceinline__ void start(float (&d)[ACC], u32 w, u32 x) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) wgmma(d, a + 2 * k, b + 2 * k, k > 0);
+  wgmma_commit();
+}
+// The same, added to `sum` by the tensor cores.
+template <int ACC>
+__device__ __forceinline__ void multiply(float (&sum)[ACC], u32 w, u32 x) {
+  const u64 a = descriptor(w), b = descriptor(x);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma(sum, a + 2 * k, b + 2 * k, 1);
   wgmma_commit();
 }
 template <int ACC>
@@ -99,6 +109,7 @@ __device__ __forceinline__ void run_unit(
     barrier_wait(base + OFF_FULL + ring.stage * 8, ring.parity);
     see_copies();
   };
+  u32 before = 0;  // the stage
   for (int k = at.k_begin; k < k_end; ++k) {
     const u32 s = ring.stage, x = base + OFF_X + s * X_BYTES;
     const u32 w = base + OFF_W + s * W_BYTES + group * (BLOCK_BYTES / 2);
@@ -114,7 +125,7 @@ __device__ __forceinline__ void run_unit(
       pin(d[1]);
       release(base + OFF_EMPTY + s * 8, lane);
       add(sum[1], d[1]);
-    } else {  // registers for one product; the other warpgroup multiplies meanwhile
+    } else if constexpr (N <= 128) {  // registers for one product; the other warpgroup multiplies meanwhile
       if (k == at.k_begin) await_stage();
       float d[ACC];
       start(d, w, x);
@@ -126,7 +137,21 @@ __device__ __forceinline__ void run_unit(
       wgmma_wait<0>();
       release(base + OFF_EMPTY + s * 8, lane);
       add(sum[1], d);
+    } else {  // registers for none: the tensor cores add up all products
+      await_stage();
+      multiply(sum[0], w, x);
+      multiply(sum[1], w + BLOCK_BYTES, x);
+      ring.next();
+      wgmma_wait<2>();  // for the products of the stage in front
+      if (k > at.k_begin) release(base + OFF_EMPTY + before * 8, lane);
+      before = s;
     }
+  }
+  if constexpr (N > 128) {
+    wgmma_wait<0>();
+    release(base + OFF_EMPTY + before * 8, lane);
+    pin(sum[0]);
+    pin(sum[1]);
   }
 
   if (add_splits<N>(sum, at)) {

@@ -26,7 +26,7 @@ class W4a16Tilings(Tilings):
 
     name = "nvfp4_bf16"
     version = 1
-    rows = (8, 16, 32, 48, 64, 96, 128)
+    rows = (8, 16, 32, 48, 64, 96, 128, 160)
     pair_rows = (96, 128)
     gather_rows = ()
 
@@ -59,7 +59,7 @@ class W4a16GemmConfig(GemmConfig):
     def classes(self) -> list[int]:
         """See `GemmConfig.classes`; with more, ptxas waits for each product above 64 rows."""
         if self.rows > 64:
-            return [n for n in (48, 96, 128) if n <= self.rows]
+            return [96, 160] if self.rows == 160 else [n for n in (48, 96, 128) if n <= self.rows]
         least = 8 if self.rows <= 32 else 16
         return [n for n in W4a16Tilings.rows if least <= n <= self.rows]
 

@@ -30,9 +30,9 @@ class W4a8Tilings(Tilings):
 
     name = "w4a8"
     version = 1
-    rows = (8, 16, 32, 48, 64, 96, 128)
-    pair_rows = (96, 128)
-    gather_rows = (48, 64, 96, 128)
+    rows: ClassVar[tuple[int, ...]] = (8, 16, 32, 48, 64, 96, 128)
+    pair_rows: ClassVar[tuple[int, ...]] = (96, 128)
+    gather_rows: ClassVar[tuple[int, ...]] = (48, 64, 96, 128)
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:
@@ -44,9 +44,19 @@ class W4a8Tilings(Tilings):
 
 
 class Mxfp4Fp8Tilings(W4a8Tilings):
-    """As `W4a8Tilings`, in tables of its own: decoding takes longer."""
+    """As `W4a8Tilings`, in tables of its own: decoding takes longer, and tiles may be larger."""
 
     name = "mxfp4_fp8"
+    rows = (8, 16, 32, 48, 64, 96, 128, 160, 176)
+
+
+class Mxfp4GroupScaledTilings(W4a8Tilings):
+    """As `W4a8Tilings`, untimed, and without the tiles for which registers do not suffice."""
+
+    name = "mxfp4_fp8_group_scaled"
+    rows = (8, 16, 32, 48, 64, 96)
+    pair_rows = (96,)
+    gather_rows = (48, 64, 96)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,7 @@ class W4a8GemmConfig(GemmConfig):
     def classes(self) -> list[int]:
         """See `GemmConfig.classes`."""
         least = 8 if self.rows <= 32 else 16
-        return [n for n in W4a8Tilings.rows if least <= n <= self.rows]
+        return [n for n in Mxfp4Fp8Tilings.rows if least <= n <= self.rows]
 
     @property
     def panel_bytes(self) -> int:
@@ -73,12 +83,17 @@ class W4a8GemmConfig(GemmConfig):
 
     def defines(self) -> dict[str, int]:
         """See `GemmConfig.defines`."""
-        mxfp4 = self.format == "mxfp4"
-        return {
-            **super().defines(),
-            "MXFP4": int(mxfp4),
-            "SPAN": mxfp4_layout.SPAN if mxfp4 else 1,
-        }
+        return {**super().defines(), "MXFP4": int(self.format == "mxfp4")}
+
+
+class Mxfp4GroupScaledGemmConfig(W4a8GemmConfig):
+    """A GEMM with panels of `mxfp4_group_scaled_layout`, which have the same sizes."""
+
+    path = Path(__file__).with_name("sm90_mxfp4_group_scaled_grouped_gemm.cu")
+
+    def defines(self) -> dict[str, int]:
+        """See `GemmConfig.defines`."""
+        return GemmConfig.defines(self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,6 +105,7 @@ class W4a8Weights(Sm90Weights):
     """
 
     format: ClassVar[str] = "w4a8"
+    gemm_config: ClassVar[type[W4a8GemmConfig]] = W4a8GemmConfig
     family = W4a8Tilings()
     quantizes_apart = True
 
@@ -101,7 +117,7 @@ class W4a8Weights(Sm90Weights):
         self, common: dict[str, Any], buffers: Buffers, tiling: Tiling
     ) -> tuple[GemmConfig, Callable[[], list[Any]]]:
         """See `Sm90Weights.gemm`."""
-        config = W4a8GemmConfig(**common, format=self.format)
+        config = self.gemm_config(**common, format=self.format)
         weight = self.w2 if config.act is None else self.w13
         blocks = -(-config.K // 128)
         shape = (panels(config.n_out, gated=config.gated), blocks, config.panel_bytes)
@@ -124,3 +140,11 @@ class Mxfp4Fp8Weights(W4a8Weights):
 
     format = "mxfp4"
     family = Mxfp4Fp8Tilings()
+
+
+class Mxfp4GroupScaledWeights(W4a8Weights):
+    """As `W4a8Weights`, of mxfp4 whose groups keep their scales."""
+
+    format = "mxfp4"
+    gemm_config = Mxfp4GroupScaledGemmConfig
+    family = Mxfp4GroupScaledTilings()

@@ -3,9 +3,10 @@
 //   y[r, n] = x_scale[r] * sum over k of  w_scale[e, n, k / 128] * x[r, k] * w[e, n, k]
 //
 // for the rows r of expert e. w is E4M3: an INT4 code, or an MXFP4 code times the power of two by which the scale of
-// its 32 columns differs from w_scale. The tensor cores sum the products of 128 k, or of SPAN times as many in tiles of
-// more than 64 rows; these sums are added up in float32, times their scale. A bias is added behind. ACTIVATED: out is an activation function of y; GATED: n runs over gate
-// and up rows, and it is act(gate) * up. Out is bfloat16.
+// its 32 columns differs from w_scale, which is one for all k then. The tensor cores sum the products of 128 k, and these
+// sums are added up in float32, times their scale; in units of more than 64 rows with MXFP4 the tensor cores sum over all
+// k (mxfp4_layout.py has the error). A bias is added behind. ACTIVATED: out is an activation function of y; GATED: n runs
+// over gate and up rows, and it is act(gate) * up. Out is bfloat16.
 //
 // Weights are the M of WGMMA and come from registers, tokens are its N, a multiple of 8: a thread reads its packed
 // codes by two 16-byte loads a block of 64 weight rows x 128 k, and decodes them to E4M3: int4.cuh, mxfp4.cuh.
@@ -14,7 +15,7 @@
 // bf16_output.cuh how results go. The N of the instruction is the smallest class of the tile's rows.
 //
 // Compile-time, beside the classes and what schedule.cuh has: ACTIVATED, GATED, ACT, LIMITED, BIAS, N_OUT (columns of
-// out), W_ROWS (weight rows an expert), MXFP4, SPAN (stages whose columns have one scale a row, see multiply_large).
+// out), W_ROWS (weight rows an expert), MXFP4.
 
 #include "sm90/ptx.cuh"
 
@@ -95,9 +96,71 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
   }
 }
 
+#if MXFP4
+// The sums of a unit of more than 64 rows. All columns of a weight row have one scale, so the tensor cores add up all
+// products, and what would be registers for those of 128 columns is room for larger tiles. A step of 32 columns is
+// decoded when the step that had its registers four before is done, and the first steps of a stage before the stage in
+// front ends.
+template <int ACC>
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+  constexpr int AHEAD_OF_STAGE = 3;
+  Ring& ring = at.ring;
+  u32 a[16];
+  float2 by[2];
+  Packed packed;
+  auto load = [&](int block) {
+    packed.load(stages.panel(ring.stage), block);
+    by[block] = packed.scales();
+  };
+  auto decode = [&](int step) {
+    packed.pin(step);
+    packed.decode(a, step);
+  };
+  stages.await(ring);
+  load(0);
+#pragma unroll
+  for (int step = 0; step < AHEAD_OF_STAGE; ++step) decode(step);
+  for (int k = 0; k < KBLOCKS; ++k) {
+    const u32 s = ring.stage;
+    const u64 x = descriptor(stages.x(s));
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      if (block == 1) load(1);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        if (block == 1 || step >= AHEAD_OF_STAGE) {
+          wgmma_wait<3>();
+          decode(step);
+        }
+        wgmma_fence();
+        wgmma(sum[block], a + step * 4, x + 2 * step, 1);
+        wgmma_commit();
+      }
+    }
+    ring.next();
+    if (k + 1 < KBLOCKS) {
+      stages.await(ring);
+      load(0);
+    }
+    wgmma_wait<3>();
+    decode(0);
+    wgmma_wait<2>();
+    decode(1);
+    wgmma_wait<1>();
+    decode(2);
+    wgmma_wait<0>();
+    release(at.base + OFF_EMPTY + s * 8, lane);
+  }
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    pin(sum[block]);
+#pragma unroll
+    for (int i = 0; i < ACC; ++i) sum[block][i] *= i & 2 ? by[block].y : by[block].x;
+  }
+}
+#else
 // The sums of a unit of more than 64 rows, for which a warpgroup has registers for one product. The other warpgroup
 // multiplies meanwhile.
-#if SPAN == 1
 template <int ACC>
 __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
   Ring& ring = at.ring;
@@ -126,80 +189,6 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
     }
   }
 }
-#else
-// A product is of a block of 64 weight rows and the columns of a span of stages, in steps of 32. A step is decoded when
-// the step that had its registers four before is done, and the first steps of the next product before this one ends.
-constexpr int DECODED_AHEAD = 3;
-
-// The products of a span of COUNT stages, whose first steps are decoded. `last`: nothing comes behind them.
-template <int COUNT, int ACC>
-__device__ __forceinline__ void multiply_span(
-    float (&sum)[2][ACC], float (&d)[ACC], u32 (&a)[16], Packed& packed, Worker& at, const Stages& stages, bool last, int lane) {
-  Ring ring[COUNT + 1];  // of each stage, and of the one behind them
-  ring[0] = at.ring;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    ring[i + 1] = ring[i];
-    ring[i + 1].next();
-  }
-  auto decode = [&](int step) {
-    packed.pin(step);
-    packed.decode(a, step);
-  };
-#pragma unroll
-  for (int block = 0; block < 2; ++block) {
-    float2 by;
-    pin(d);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const u64 x = descriptor(stages.x(ring[i].stage));
-      // What comes behind: the next stage of the span, the second block, or the next span.
-      const bool more = i + 1 < COUNT, ends = !more && block == 1;
-      const int next = more ? i + 1 : ends ? COUNT : 0, next_block = more ? block : 1 - block;
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        if (i > 0) wgmma_wait<3>();
-        if (i > 0 || step >= DECODED_AHEAD) decode(step);
-        wgmma_fence();
-        wgmma(d, a + step * 4, x + 2 * step, i * 4 + step > 0);
-        wgmma_commit();
-      }
-      by = packed.scales();
-      if (!ends || !last) {
-        if ((more && block == 0) || ends) stages.await(ring[next]);
-        packed.load(stages.panel(ring[next].stage), next_block);
-      }
-    }
-    wgmma_wait<3>();
-    decode(0);
-    wgmma_wait<2>();
-    decode(1);
-    wgmma_wait<1>();
-    decode(2);
-    wgmma_wait<0>();
-    if (block == 1) {
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) release(at.base + OFF_EMPTY + ring[i].stage * 8, lane);
-    }
-    promote(sum[block], d, by);
-  }
-  at.ring = ring[COUNT];
-}
-
-template <int ACC>
-__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
-  float d[ACC];
-  u32 a[16];
-  Packed packed;
-  stages.await(at.ring);
-  packed.load(stages.panel(at.ring.stage), 0);
-#pragma unroll
-  for (int step = 0; step < DECODED_AHEAD; ++step) packed.decode(a, step);
-  int k = 0;
-  for (; k + SPAN <= KBLOCKS; k += SPAN) multiply_span<SPAN>(sum, d, a, packed, at, stages, k + SPAN == KBLOCKS, lane);
-  constexpr int REST = KBLOCKS % SPAN;
-  if constexpr (REST > 0) multiply_span<REST>(sum, d, a, packed, at, stages, true, lane);
-}
 #endif
 
 // A unit of at most N rows: its sums, then its part of the output.
@@ -220,27 +209,7 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
 
 #include "sm90/pipeline.cuh"
 
-struct W4a8 {
-  const u8* w;
-  const XMaps& x_maps;
-  const float* x_scale;
-  const int* pair_of_row;
-  Output out;
-
-  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
-  __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
-    load_panels(w, unit, k, base + OFF_W + s * W_BYTES, rank, bar);
-  }
-  __device__ __forceinline__ void load_x(const Unit& unit, const TensorMap* map, int k, u32 base, u32 s, u32 bar) const {
-    load_2d(base + OFF_X + s * X_BYTES, map, k * 128, unit.row, bar);
-  }
-  template <int N>
-  __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at) const {
-    ::run_unit<N>(unit, at, x_scale, pair_of_row, out);
-  }
-  __device__ __forceinline__ void end(int) const {}
-};
-
+#include "sm90_w4a8/family.cuh"
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_w4a8_grouped_gemm(
     const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
     u16* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,

@@ -91,7 +91,8 @@ def humming(weights: ExpertWeights, scheme: str) -> Callable[[Tensor, Tensor, Te
     _check_installed()
     from humming.forward import may_process_input  # type: ignore[import-not-found]
 
-    from moequant.kernels.routing import MAX_PAIRS, Grouping, SortedRouting, sort_routing
+    from moequant.kernels.calls import MAX_PAIRS
+    from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
     from moequant.kernels.weighted_reduce import weighted_reduce
 
     try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from moequant.benchmarks.cuda_timing import time_interleaved
 from moequant.errors import UnsupportedError
 from moequant.runtime.backends import PackedExperts
-from moequant.runtime.call import parts_of
 
 if TYPE_CHECKING:
     from moequant.benchmarks.layers import Inputs
@@ -36,7 +35,7 @@ def timed_tiling(experts: FusedExperts, tokens: int, topk: int) -> dict[str, int
     tuner = experts.packed().tuner
     if tuner is None:
         return None
-    return asdict(tuner.tilings(_part(experts, tokens), topk)[0])
+    return asdict(tuner.tilings(experts.part_tokens(tokens, topk), topk)[0])
 
 
 def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str, float]:
@@ -44,12 +43,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
 
     In a call they overlap. The GEMMs' are with that of a launch which sets their counter to 0.
     """
-    part = _part(experts, call.ids.shape[0])
+    part = experts.part_tokens(*call.ids.shape)
     stages = experts.packed().stages(*(t[:part] for t in call.arguments))
     times = time_interleaved({n: [stage] * _CALLS for n, stage in stages.items()}, rests=rests)
     return {name: time.median_us for name, time in times.items()}
-
-
-def _part(experts: FusedExperts, tokens: int) -> int:
-    """Tokens of the first part of a call."""
-    return -(-tokens // parts_of(tokens, experts.max_tokens))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from moequant.conversion.commit import commit
 from moequant.conversion.engine_dialect import plan_for_engine
 from moequant.conversion.finished_shard import Share, shares
+from moequant.conversion.gptq_units import warnings_of_gpu
 from moequant.conversion.items import stored_in
 from moequant.conversion.journal import Journal
 from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
@@ -256,6 +257,8 @@ def convert(
                 lambda recipe: plan_checkpoint(checkpoint, recipe, own, measured, scales),
             )
     plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
+    if device != CPU:
+        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_gpu(plan.units, device)))
     if measured is not None and not checkpoint.is_local:
         plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
     # Now, so that a file that cannot be copied is found before anything is written.

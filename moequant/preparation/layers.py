@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from moequant.errors import UnsupportedError, unknown_name
+from moequant.errors import DoesNotFitError, UnsupportedError, unknown_name
 from moequant.formats import get_format, stack
 from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
@@ -21,7 +23,7 @@ from moequant.storage.reader import FixedFile
 from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor, Future
     from pathlib import Path
 
@@ -38,10 +40,12 @@ _AHEAD = 8
 """Experts that are packed before they are written."""
 
 
-def layout_of_layer(
+def layouts_of_layer(
     converted: ConvertedCheckpoint, layer: int, target: str, activations: str
-) -> tuple[Layout, str]:
-    """The layout that a layer is prepared in, and the scheme of activations that it is for.
+) -> tuple[Sequence[Layout], str]:
+    """The layouts that a layer may be prepared in, and the scheme of activations that it is for.
+
+    Its weights decide: it is the first layout that holds them.
 
     Args:
         converted: a checkpoint, opened with `quantized_activations`.
@@ -58,9 +62,9 @@ def layout_of_layer(
     scheme = activations
     try:
         scheme = scheme_for(converted, layer, activations)
-        layout = layout_for(format, target, scheme)
+        layouts = layouts_for(format, target, scheme)
         # Packed without data, which says whether the layout holds these sizes.
-        expected(layout, moe, format, act_fn=moe.act_fn_of(layer), biased=False)
+        expected(layouts[0], moe, format, act_fn=moe.act_fn_of(layer), biased=False)
     except UnsupportedError as error:
         advice = ""
         if scheme != "none" and backends_for(format, target, "none"):
@@ -68,11 +72,11 @@ def layout_of_layer(
         raise UnsupportedError(
             f"{converted.checkpoint.path}: layer {layer}: {error}{advice}"
         ) from error
-    return layout, scheme
+    return layouts, scheme
 
 
-def layout_for(format: str, target: str, activations: str) -> Layout:
-    """The layout of the first backend that serves `target` in `format` with `activations`.
+def layouts_for(format: str, target: str, activations: str) -> tuple[Layout, ...]:
+    """The layouts of the first backend that serves `target` in `format` with `activations`.
 
     Args:
         format: of the weights.
@@ -85,7 +89,7 @@ def layout_for(format: str, target: str, activations: str) -> Layout:
     """
     serving = backends_for(format, target, activations)
     if serving:
-        return serving[0].layout
+        return serving[0].layouts
     able = [t for t in TARGETS if backends_for(format, t, activations)]
     advice = (
         f"; they can be prepared for {' and '.join(able)}" if able else ", nor on another target"
@@ -163,7 +167,8 @@ def packed_experts(
 
     Raises:
         CheckpointError: a weight cannot be read.
-        UnsupportedError: the layout does not hold the weights.
+        DoesNotFitError: the layout does not hold the values of a weight.
+        UnsupportedError: it does not hold such weights.
     """
     moe = converted.moe
     biases = converted.read_biases(layer) or {}
@@ -199,7 +204,7 @@ def _ahead(pool: Executor, work: Callable[[int], T], items: Iterable[int]) -> It
 def write_layer(
     converted: ConvertedCheckpoint,
     layer: int,
-    layout: Layout,
+    layouts: Sequence[Layout],
     *,
     activations: str,
     folder: Path,
@@ -211,7 +216,8 @@ def write_layer(
     Args:
         converted: the portable weights.
         layer: which.
-        layout: how the backend of `activations` reads them.
+        layouts: how the backend of `activations` reads them; the first that holds all experts is
+            taken.
         activations: the scheme that they are prepared for.
         folder: where the file goes.
         progress: receives the progress.
@@ -219,9 +225,38 @@ def write_layer(
 
     Errors as `packed_experts`.
     """
+    *others, last = layouts
+    write = partial(
+        _write_as,
+        converted,
+        layer,
+        activations=activations,
+        folder=folder,
+        progress=progress,
+        pool=pool,
+    )
+    for layout in others:
+        with suppress(DoesNotFitError):
+            return write(layout)
+    return write(last)
+
+
+def _write_as(
+    converted: ConvertedCheckpoint,
+    layer: int,
+    layout: Layout,
+    *,
+    activations: str,
+    folder: Path,
+    progress: Progress,
+    pool: Executor,
+) -> PreparedLayer:
+    """As `write_layer`, in one layout; leaves no file if that does not hold an expert."""
     path = folder / layer_file(layer)
+    where = converted.moe.whereabouts(layer)
     digest = hashlib.sha256()
     writer: ShardWriter | None = None
+    packed_bytes = 0
     try:
         for expert, tensors in enumerate(packed_experts(converted, layer, layout, digest, pool)):
             named = {f"layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
@@ -229,13 +264,16 @@ def write_layer(
                 writer = _open_writer(path, named, converted.moe.experts)
             for name, tensor in named.items():
                 writer.write_bytes(name, expert * tensor.nbytes, tensor_bytes(tensor.contiguous()))
-            where = converted.moe.whereabouts(layer)
-            progress.advance(sum(t.nbytes for t in named.values()), where)
+            of_expert = sum(t.nbytes for t in named.values())
+            packed_bytes += of_expert
+            progress.advance(of_expert, where)
         assert writer is not None, "a layer has experts"
         size, sha256 = writer.finish()
-    except BaseException:
+    except BaseException as error:
         if writer is not None:
             writer.abort()
+        if isinstance(error, DoesNotFitError):
+            progress.advance(-packed_bytes, where)
         raise
     format = converted.format_of_experts(layer)
     assert format is not None, "the layer was converted"

@@ -13,7 +13,7 @@ from moequant._version import __version__
 from moequant.conversion import DEFAULT_WORKERS
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import get_format
-from moequant.preparation.layers import check_target, layout_of_layer, write_layer
+from moequant.preparation.layers import check_target, layouts_of_layer, write_layer
 from moequant.progress import SilentProgress
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.runtime.layer_reader import act_fn_of
@@ -26,7 +26,7 @@ from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moequant.progress import Progress
     from moequant.runtime.activations import ActivationsChoice
@@ -106,14 +106,14 @@ def prepare(
 
 def _expert_layouts(
     converted: ConvertedCheckpoint, target: str, activations: str
-) -> dict[int, tuple[Layout, str]]:
-    """The kernel layout of every layer whose routed experts were converted, and its activations."""
+) -> dict[int, tuple[Sequence[Layout], str]]:
+    """The kernel layouts of layers whose routed experts were converted, and their activations."""
     layouts = {}
     for layer in converted.expert_layers():
         format = converted.format_of_experts(layer)
         if format is not None:
             act_fn_of(converted, layer)  # refuses a function that is not computed
-            layouts[layer] = layout_of_layer(converted, layer, target, activations)
+            layouts[layer] = layouts_of_layer(converted, layer, target, activations)
     if not layouts:
         raise UnsupportedError(
             f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "
@@ -126,9 +126,12 @@ def _fitting_manifest(
     folder: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, tuple[Layout, str]],
+    layouts: Mapping[int, tuple[Sequence[Layout], str]],
 ) -> Manifest | None:
-    """The folder's manifest, if `prepare` would write this very folder again; reads no weights."""
+    """The folder's manifest, if `prepare` would write this very folder again; reads no weights.
+
+    Of several layouts that a layer may be in, its weights decided, which are the same.
+    """
     try:
         manifest = read_manifest(folder)
         files = {n: FixedFile.at(folder / e.file) for n, e in manifest.layers.items()}
@@ -136,13 +139,17 @@ def _fitting_manifest(
         return None
     made = {n: e.packed_as for n, e in manifest.layers.items()}
     expected = {
-        n: (converted.format_of_experts(n), scheme, layout.name, layout.version)
-        for n, (layout, scheme) in layouts.items()
+        n: [
+            (converted.format_of_experts(n), scheme, layout.name, layout.version)
+            for layout in candidates
+        ]
+        for n, (candidates, scheme) in layouts.items()
     }
     written = {n: (e.bytes, e.mtime_ns) for n, e in manifest.layers.items()}
     fits = (
         manifest.target == target
-        and made == expected
+        and made.keys() == expected.keys()
+        and all(made[n] in expected[n] for n in made)
         and manifest.originals == converted.checkpoint.file_state()
         and written == {n: (file.size_bytes, file.mtime_ns) for n, file in files.items()}
     )
@@ -157,7 +164,7 @@ def _write(
     work: Path,
     converted: ConvertedCheckpoint,
     target: str,
-    layouts: Mapping[int, tuple[Layout, str]],
+    layouts: Mapping[int, tuple[Sequence[Layout], str]],
     progress: Progress | None,
 ) -> Manifest:
     """Write every layer's file, and the manifest, into a folder of `work`."""
@@ -177,13 +184,13 @@ def _write(
             layer: write_layer(
                 converted,
                 layer,
-                layout,
+                candidates,
                 activations=scheme,
                 folder=folder,
                 progress=report,
                 pool=pool,
             )
-            for layer, (layout, scheme) in layouts.items()
+            for layer, (candidates, scheme) in layouts.items()
         }
     manifest = Manifest(
         schema_version=4,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moequant.formats import Format, QuantizedWeight, dequantize_into, signal_and_noise
 from moequant.formats.base import check_values
-from moequant.quantizers.gptq import round_columns_in_torch
+from moequant.quantizers.column_rounding import round_columns_in_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,7 +142,7 @@ class Quantizer:
         errors: Tensor,
         feedback: Tensor,
     ) -> None:
-        """`moequant.quantizers.gptq.round_columns_in_torch`, on the CPU."""
+        """`moequant.quantizers.column_rounding.round_columns_in_torch`, on the CPU."""
         round_columns_in_torch(element, target, scale, codes, errors, feedback)
 
     def decode(

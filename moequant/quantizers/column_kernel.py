@@ -1,4 +1,4 @@
-"""Round a block of columns as `moequant.quantizers.gptq.round_columns_in_torch`, as a kernel.
+"""Round a block of columns as `column_rounding.round_columns_in_torch` does, as a kernel.
 
 The reference adds a column's error to all columns that follow. Here a column, when its turn comes,
 adds the errors of those before it, in the same order, from a few lanes that stay in the cache.

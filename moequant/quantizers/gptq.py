@@ -32,13 +32,15 @@ from moequant.formats import QuantizedWeight, dequantize, get_format
 from moequant.formats.base import check_values
 from moequant.formats.blocks import expand_blocks
 from moequant.formats.elements import pack_nibbles, unpack_nibbles
+from moequant.quantizers.column_rounding import COLUMNS, round_columns_in_torch
+from moequant.quantizers.gpu_columns import column_rounder
+from moequant.quantizers.linear_algebra import cholesky
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from moequant.formats.elements import Element
-
-    RoundColumns = Callable[[Element, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    from moequant.quantizers.column_rounding import RoundColumns
 
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)
 """What is added to the diagonal of H, in units of its mean, in the order in which they are tried.
@@ -50,8 +52,6 @@ rounded either way by another order of float64 sums. Sums of 2**14 products are 
 their terms' magnitudes, and rounding to float32 before a code is chosen adds 2**-24."""
 _GIVEN_BACK_BYTES = 32 << 20
 """The largest value of glibc's threshold for blocks that are mapped, which grows up to it."""
-COLUMNS = 64
-"""Columns whose errors are passed on one by one; those of earlier blocks by one product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ class Gptq:
             left to right.
         name: name of the weight for error messages.
         round_columns: rounds a block of columns as `round_columns_in_torch` does, such as the
-            method of NativeQuantizer, for a CPU.
+            method of NativeQuantizer, for a CPU; by default that function on a CPU, and on a GPU
+            what `column_rounder` chooses.
 
     Raises:
         StatisticsError: another shape or dtype, a number that is NaN or Inf, a negative mean
@@ -106,7 +107,7 @@ class Gptq:
         round_columns: RoundColumns | None = None,
     ) -> None:
         _check_hessian(hessian, name)
-        self._round_columns = round_columns or round_columns_in_torch
+        self._round_columns = round_columns
         self._hessian = hessian.double()
         squares = self._hessian.diagonal()
         self._order = (
@@ -220,9 +221,9 @@ class Gptq:
         reverse = self._order.flip(0)
         H = self._hessian[reverse[:, None], reverse]
         H.diagonal().add_(damping * mean)
-        lower, fault = torch.linalg.cholesky_ex(H)
+        lower = cholesky(H)
         del H
-        if int(fault) != 0:
+        if lower is None:
             return None
         R: Tensor = lower.flip(0, 1)
         del lower
@@ -231,20 +232,21 @@ class Gptq:
     def _sweep(self, w: Tensor, given: QuantizedWeight, feedback: Tensor) -> QuantizedWeight:
         """Round column after column; rows here are the columns of `w`, in the order of rounding."""
         element = get_format(given.format).element
+        round_columns = self._round_columns or _fastest(element, w.device)
         scale = _column_scales(given).T[self._order].contiguous()
         target = w.double().T[self._order].contiguous()
         errors = target.clone()
         codes = torch.empty(target.shape, dtype=torch.uint8, device=w.device)
         for start in range(0, len(target), COLUMNS):
             block = slice(start, start + COLUMNS)
-            target[block] += feedback[block, :start] @ errors[:start]
-            self._round_columns(
+            target[block].add_(feedback[block, :start] @ errors[:start])
+            round_columns(
                 element,
                 target[block],
                 scale[block],
                 codes[block],
                 errors[block],
-                feedback[block, block].contiguous(),
+                feedback[block, block],
             )
         back = torch.empty_like(self._order)
         back[self._order] = torch.arange(len(back), device=back.device)
@@ -254,32 +256,10 @@ class Gptq:
         return replace(given, qdata=packed)
 
 
-def round_columns_in_torch(
-    element: Element,
-    target: Tensor,
-    scale: Tensor,
-    codes: Tensor,
-    errors: Tensor,
-    feedback: Tensor,
-) -> None:
-    """Round a block of columns one after the other; all tensors are contiguous, on one device.
-
-    Args:
-        element: what a code is.
-        target: [B, N] float64, the transposed columns with the errors of all earlier blocks added;
-            overwritten.
-        scale: [B, N] float64, what each code is multiplied by.
-        codes: [B, N] uint8, the result, one code in each byte.
-        errors: [B, N] float64; the columns of the weight, from which what they are rounded to is
-            subtracted.
-        feedback: [B, B] float64, how much of the error of a column (second index) is added to one
-            that follows (first index).
-    """
-    for k in range(len(target)):
-        code = element.encode((target[k] / scale[k]).float())
-        codes[k] = code.view(torch.uint8)
-        errors[k] -= element.decode(code).double() * scale[k]
-        target[k + 1 :].addr_(feedback[k + 1 :, k], errors[k])
+def _fastest(element: Element, device: torch.device) -> RoundColumns:
+    if device.type == "cuda":
+        return column_rounder(element, device).round_columns
+    return round_columns_in_torch
 
 
 def gptq_bytes(shape: Sequence[int]) -> int:

@@ -160,6 +160,7 @@ class NativeQuantizer(Quantizer):
         """As Quantizer, at most MOST_COLUMNS of them; several threads may use it."""
         B, N = target.shape
         assert B <= column_kernel.MOST_COLUMNS, B
+        feedback = feedback.contiguous()
         self._column_kernel(element.name)(
             target.data_ptr(), scale.data_ptr(), 0, 0.0, B, N,
             codes.data_ptr(), errors.data_ptr(), 0, 0.0, feedback.data_ptr(), 0,

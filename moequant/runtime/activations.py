@@ -4,6 +4,7 @@
 |---|---|---|
 | fp8_group128 | E4M3 | token and 128 columns, FP32; the last group may be incomplete |
 | fp8_token | E4M3 | token, FP32 |
+| fp8_tensor | E4M3 | token, FP32, all the same: of the largest magnitude of all tokens |
 | fp8_static | E4M3 | token, FP32, all the same: given with the weights, not computed |
 | nvfp4 | E2M1 | token and 16 columns, E4M3; and token, FP32 |
 | nvfp4_static | E2M1 | token and 16 columns, E4M3; and expert, FP32: given with the weights |
@@ -14,6 +15,10 @@
 An FP8 scheme's scale is amax / 448, and 1 where amax is 0; codes round to nearest even after
 clamping to +-448. A group with NaN or Inf becomes NaN, which affects only the result of its own
 token. With fp8_static, values beyond 448 scales saturate, including Inf.
+
+With fp8_tensor all rows that are quantized at once are one group, so a token's result depends on
+the others, and NaN or Inf in one makes all results NaN. Before the first GEMM these are all tokens,
+with experts here or without; before the second, the rows that the first has computed.
 
 Kernels differ only for tiny amax: DeepGEMM's recipe raises amax to 1e-4, vLLM's to 1e-10.
 
@@ -48,10 +53,11 @@ from moequant.runtime.block_scaled import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-ActivationsChoice = Literal["format", "none", "fp8_token", "nvfp4", "mxfp4", "mxfp8"]
+ActivationsChoice = Literal["format", "none", "fp8_token", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8"]
 """What callers ask for; "format" stands for a scheme that weights say, "nvfp4" for one of two."""
 
-FP8_SCHEMES = ("fp8_group128", "fp8_token", "fp8_static")
+FP8_TENSOR: Final = "fp8_tensor"
+FP8_SCHEMES = ("fp8_group128", "fp8_token", FP8_TENSOR, "fp8_static")
 NVFP4: Final = "nvfp4"
 NVFP4_STATIC: Final = "nvfp4_static"
 MXFP4: Final = "mxfp4"
@@ -148,6 +154,8 @@ def quantize_activations(
         return Activations(scheme=scheme, qdata=encode_e4m3(x / scale), scale=scale)
     block = _block(scheme, x.shape[1])
     amax = block_amax(x, block)
+    if scheme == FP8_TENSOR and amax.numel():
+        amax = amax.amax().expand(amax.shape)
     # amax / 448 of the smallest denormals underflows to 0; 2**-149 keeps the division finite.
     scale = torch.where(amax == 0, 1.0, divide(amax, E4M3_MAX).clamp(min=_FP32_SMALLEST))
     qdata = encode_e4m3(x / expand_blocks(scale, block, x.shape))

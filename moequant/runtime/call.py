@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import UnsupportedError
+from moequant.kernels.calls import part_tokens
+from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.inputs import NAMES, check_inputs, check_out, check_workspace
 from moequant.runtime.routing import weight_input
 from moequant.runtime.workspace import shared_workspace
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from moequant.runtime.backends import PackedExperts
     from moequant.runtime.inputs import ArgumentNames
+    from moequant.runtime.workload import Workload
 
 MAX_TOKENS = 8192
 """Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
@@ -68,7 +71,7 @@ def run_experts(
         out = torch.empty(hidden_states.shape, dtype=dtype, device=hidden_states.device)
     else:
         check_out(out, hidden_states, hidden_scale, names)
-    parts = parts_of(tokens, max_tokens)
+    parts = parts_of(tokens, max_tokens_of(packed.workload, topk, max_tokens))
     size_bytes = packed.workspace_bytes(-(-tokens // parts), topk)
     if workspace is None:
         workspace = shared_workspace(hidden_states.device, size_bytes)
@@ -105,6 +108,19 @@ def run_experts(
             hidden_scale=scale,
         )
     return out
+
+
+def max_tokens_of(workload: Workload, topk: int, max_tokens: int) -> int:
+    """The most tokens of a part of a call.
+
+    With one scale for all tokens, a part is what shares it: so no backend may split it again.
+
+    Args:
+        workload: of the experts.
+        topk: T.
+        max_tokens: what the caller wants.
+    """
+    return part_tokens(max_tokens, topk) if workload.activations == FP8_TENSOR else max_tokens
 
 
 def parts_of(tokens: int, max_tokens: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
-from moequant.runtime.call import MAX_TOKENS, parts_of, run_experts
+from moequant.runtime.call import MAX_TOKENS, max_tokens_of, parts_of, run_experts
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
@@ -61,14 +61,16 @@ class FusedExperts(nn.Module):
         backend: name of a backend; by default the best that runs them on their device.
         activations: "format" quantizes activations as the format's GEMM does, before either
             GEMM; "none" never does; "fp8_token" to FP8 with a scale per token, which is faster for
-            mxfp4 on SM90; "nvfp4", "mxfp4" and "mxfp8" to these, as kernels for SM100 do;
-            elsewhere `torch_reference` emulates them.
+            mxfp4 on SM90; "fp8_tensor" to FP8 with one scale for all tokens, computed, so that
+            their results depend on each other; "nvfp4", "mxfp4" and "mxfp8" to these, as kernels
+            for SM100 do; elsewhere `torch_reference` emulates them.
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.
         max_tokens: more tokens than that run in parts, as equal as can be, one after the other; so
             memory is bounded whatever M is. Down to some hundred tokens a part the result does not
-            depend on it; below, a backend may add up in another order.
+            depend on it; below, a backend may add up in another order. With "fp8_tensor" it does:
+            each part has scales of its own, and at most 65,536 token-expert pairs.
 
     Raises:
         UnsupportedError: no backend runs this, or the named one does not; says why. Or an
@@ -92,7 +94,7 @@ class FusedExperts(nn.Module):
         for name, tensor in packed.tensors.items():
             self.register_buffer(name, tensor)
         self._names = tuple(packed.tensors)
-        self._layout = packed.backend.layout
+        self._layout = packed.layout
         self._workload = packed.workload
         self._ready: dict[str, _Ready] = {}
         self._handle = experts_op.handle_of(self)
@@ -213,13 +215,22 @@ class FusedExperts(nn.Module):
             ready = self._ready[activations] = self._make_ready(activations)
         return ready.packed
 
+    def part_tokens(self, tokens: int, topk: int) -> int:
+        """The most tokens of a part of a call of [tokens, topk] token-expert pairs.
+
+        Raises:
+            UnsupportedError: no backend runs the experts where they are now.
+        """
+        most = max_tokens_of(self.packed().workload, topk, self.max_tokens)
+        return -(-tokens // parts_of(tokens, most))
+
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """As `PackedExperts.kernels_for`, for a call that may run in parts.
 
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self.packed().kernels_for(self._part(tokens), topk)
+        return self.packed().kernels_for(self.part_tokens(tokens, topk), topk)
 
     def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
         """Compile kernels of calls of these tokens, as far as the backend compiles several at once.
@@ -234,7 +245,7 @@ class FusedExperts(nn.Module):
             UnsupportedError: no backend runs the experts where they are now.
             MoequantError: the compiler refuses a kernel.
         """
-        self.packed().compile_ahead([self._part(M) for M in tokens], topk)
+        self.packed().compile_ahead([self.part_tokens(M, topk) for M in tokens], topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] token-expert pairs needs.
@@ -245,7 +256,7 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self.packed().workspace_bytes(self._part(tokens), topk)
+        return self.packed().workspace_bytes(self.part_tokens(tokens, topk), topk)
 
     def run(
         self,
@@ -285,12 +296,8 @@ class FusedExperts(nn.Module):
         w = self._workload
         return (
             f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
-            f"backend={self.backend}, activations={self.activations}"
+            f"backend={self.backend}, activations={self.activations}, layout={self._layout.name}"
         )
-
-    def _part(self, tokens: int) -> int:
-        """The most tokens of a part of a call."""
-        return -(-tokens // parts_of(tokens, self.max_tokens))
 
     def _buffer(self, name: str) -> Tensor:
         # Not get_buffer: of an AttributeError in a property, nn.Module says that there is none.
@@ -310,15 +317,16 @@ class FusedExperts(nn.Module):
         tensors = self._tensors()
         device = tensors[self._names[0]].device
         own = select(self._workload_for(self.activations, tensors, device), self.backend)
-        if own.layout != self._layout:
+        if self._layout not in own.layouts:
             tensors = self._relayout(own, tensors)
         backend = own
         if activations != self.activations:
             backend = select(self._workload_for(activations, tensors, device), self.backend)
-            if backend.layout != self._layout:
+            if self._layout not in backend.layouts:
+                read = " or ".join(map(str, backend.layouts))
                 raise UnsupportedError(
                     f"a call with activations={activations!r} runs on backend {backend.name!r}, "
-                    f"which reads weights as {backend.layout}, but these are packed as "
+                    f"which reads weights as {read}, but these are packed as "
                     f"{self._layout}; give activations={activations!r} to FusedExperts, which "
                     "packs for all its calls"
                 )
@@ -351,13 +359,13 @@ class FusedExperts(nn.Module):
         device = next(iter(tensors.values())).device
 
         def pack() -> dict[str, Tensor]:
-            return backend.layout.pack(self._layout.unpack(tensors, self._workload))
+            return backend.pack(self._layout.unpack(tensors, self._workload))
 
         packed = make_kept(pack, device)
         for name in self._names:
             del self._buffers[name]
         self._buffers.update(packed)
-        self._names, self._layout = tuple(packed), backend.layout
+        self._names, self._layout = tuple(packed), backend.layout_of(packed)
         return packed
 
     def _check_map(self, expert_map: Tensor, *, values: bool) -> None:

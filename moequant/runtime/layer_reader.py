@@ -379,8 +379,8 @@ class _PreparedLayer:
         """The experts, once tensors are filled; packed again for a backend of another layout."""
         with torch.inference_mode(mode=False):
             tensors = {**self.tensors, **self.input_scales}
-            if self.backend.layout != self.layout:
-                tensors = self.backend.layout.pack(self.layout.unpack(tensors, self.workload))
+            if self.layout not in self.backend.layouts:
+                tensors = self.backend.pack(self.layout.unpack(tensors, self.workload))
             return self.backend.load(tensors, self.workload)
 
 

@@ -48,7 +48,7 @@ def pack_experts(
     workload = workload_of(weights, activations)
     chosen = select(workload, backend)
     check_input_scales(weights.input_scales(), weights.format)
-    return make_kept(lambda: chosen.load(chosen.layout.pack(weights), workload), workload.device)
+    return make_kept(lambda: chosen.load(chosen.pack(weights), workload), workload.device)
 
 
 def workload_of(weights: ExpertWeights, activations: str) -> Workload:

@@ -223,7 +223,7 @@ class PreparedCheckpoint:
                 f"it holds {entry.format}, but config.json says {stated or 'not converted'}",
                 same_formats=False,
             )
-        known = {str(b.layout): b.layout for b in backends().values()}
+        known = {str(layout): layout for b in backends().values() for layout in b.layouts}
         found = f"{entry.layout} version {entry.layout_version}"
         if found not in known:
             raise self._stale(

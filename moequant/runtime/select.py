@@ -51,8 +51,9 @@ def why_not(backend: Backend, workload: Workload) -> str | None:
 def _why_not(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
     """Why `backend` does not run `workload` from weights in `layout`; None if it does."""
     reason = why_not(backend, workload)
-    if reason is None and layout is not None and backend.layout != layout:
-        return f"reads weights as {backend.layout}, but these are {layout}"
+    if reason is None and layout is not None and layout not in backend.layouts:
+        read = " or ".join(map(str, backend.layouts))
+        return f"reads weights as {read}, but these are {layout}"
     return reason
 
 

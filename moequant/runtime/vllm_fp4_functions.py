@@ -55,6 +55,8 @@ def run_cutlass_moe_fp4(
 ) -> Tensor:
     """Run NVFP4 experts with NVFP4 activations on SM100, as vLLM's CutlassExpertsFp4.
 
+    Compiled, never run: there was no SM100 GPU.
+
     Unlike there: `a` may be float32 and is never written to; the global scales of activations may
     be left out, and then each token has its own; gate and up may have an alpha each; an id that is
     no expert's contributes nothing; scales of sizes that are not multiples of a tile are padded for
@@ -134,6 +136,8 @@ def run_cutlass_moe_mxfp4(
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
     """Run MXFP4 experts with MXFP4 activations on SM100, as vLLM's CutlassExpertsMxfp4.
+
+    Compiled, never run: there was no SM100 GPU.
 
     What is not described here, also where it differs from vLLM's, is as for `run_cutlass_moe_fp4`.
 

@@ -17,6 +17,7 @@ from moequant.act_fn import SILU, ActFn
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dtype_text, get_format
 from moequant.formats.w4a8 import GROUP
+from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.batched import BatchedTokens
@@ -60,9 +61,10 @@ def run_cutlass_moe_fp8(
 ) -> Tensor:
     """Run FP8 experts with a scale per output channel or per matrix, as vLLM's CutlassExpertsFp8.
 
-    Unlike there, hidden states may also come as they are, and functions need no gate. Activations
-    with one dynamic scale for all tokens, which vLLM has too, are refused: a token's result would
-    depend on the others.
+    Unlike there, hidden states may also come as they are, and functions need no gate. With one
+    dynamic scale of all tokens ("fp8_tensor" in `moequant.runtime.activations`), the second GEMM's
+    is that of the rows which the first computed. vLLM's is that of its whole buffer: rows of no
+    expert are 0 there with an expert map or in batches, and what memory held for ids of -1.
 
     Args:
         output: [M, H], written; in batches [E, C, H], of which rows beyond the counts are not
@@ -79,13 +81,15 @@ def run_cutlass_moe_fp8(
             expert, [E], [E, 1] or [E, 1, 1].
         w2_scale: likewise.
         a1q_scale: float32 scale of the hidden states: with `per_act_token` [M, 1], in batches
-            [E, C, 1]; else one value, which must be given, also to quantize by, positive and
-            finite: checked on a CPU, because on a GPU the host would wait for it.
+            [E, C, 1]; else one value, or in batches with dynamic scales [E, 1, 1]. With an
+            `a2_scale` it must be given, also to quantize by, positive and finite: checked on a CPU,
+            because on a GPU the host would wait for it. Without, it must be given with hidden
+            states that are quantized, and only with them.
         a2_scale: without `per_act_token` the static scale of the second GEMM's input, likewise;
-            else None, because the scales are computed.
+            None, and the scales are computed.
         expert_num_tokens: in batches, int32 [E], how many rows of each expert are tokens.
-        per_act_token: whether activations have a scale per token; else static ones of all tokens,
-            which need weights with a scale per matrix.
+        per_act_token: whether activations have a scale per token; else one of all tokens: computed,
+            or static, which needs weights with a scale per matrix.
         per_out_ch: whether weights have a scale per output channel.
         use_batched_format: whether `hidden_states` come in a batch for each expert.
         topk_weights: [M, T]; not read in batches, which are not weighted.
@@ -102,9 +106,16 @@ def run_cutlass_moe_fp8(
             runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
-    scheme = _scheme(a1q_scale, a2_scale, per_act_token=per_act_token, per_out_ch=per_out_ch)
-    format = "fp8_channel" if per_out_ch else "fp8_tensor"
     check_tensor("hidden_states", hidden_states)
+    quantized = hidden_states.dtype == torch.float8_e4m3fn
+    scheme = _scheme(
+        a1q_scale,
+        a2_scale,
+        per_act_token=per_act_token,
+        per_out_ch=per_out_ch,
+        quantized=quantized,
+    )
+    format = "fp8_channel" if per_out_ch else "fp8_tensor"
     check_tensor("output", output)
     check_weights(
         {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
@@ -117,10 +128,10 @@ def run_cutlass_moe_fp8(
         assert a2_scale is not None
         tensors["w13_input_scale"] = _static(a1q_scale, "a1q_scale")
         tensors["w2_input_scale"] = _static(a2_scale, "a2_scale")
-    quantized = hidden_states.dtype == torch.float8_e4m3fn
     if quantized and scheme == "fp8_static":
-        rows = hidden_states.shape[:-1]
-        a1q_scale = tensors["w13_input_scale"].expand(*rows, 1).contiguous()
+        a1q_scale = _of_rows(tensors["w13_input_scale"], hidden_states)
+    elif quantized and scheme == FP8_TENSOR and a1q_scale is not None:
+        a1q_scale = _of_rows(_dynamic(a1q_scale, hidden_states), hidden_states)
     if use_batched_format:
         if expert_map is not None:
             raise UnsupportedError(
@@ -244,18 +255,35 @@ def cutlass_moe_w4a8_fp8(
 
 
 def _scheme(
-    a1q_scale: Tensor | None, a2_scale: Tensor | None, *, per_act_token: bool, per_out_ch: bool
+    a1q_scale: Tensor | None,
+    a2_scale: Tensor | None,
+    *,
+    per_act_token: bool,
+    per_out_ch: bool,
+    quantized: bool,
 ) -> str:
+    """How activations are quantized.
+
+    Raises:
+        UnsupportedError: scales that do not go together.
+    """
     if per_act_token:
         if a2_scale is not None:
             raise UnsupportedError(
                 "a2_scale is given, but with per_act_token the scales are computed; leave it out"
             )
         return "fp8_token"
-    if a1q_scale is None or a2_scale is None:
+    if a2_scale is None:
+        if a1q_scale is not None and not quantized:
+            raise UnsupportedError(
+                "a1q_scale is given, but neither a2_scale nor quantized hidden_states: give both "
+                "scales where they are static, and none where they are computed"
+            )
+        return FP8_TENSOR
+    if a1q_scale is None:
         raise UnsupportedError(
-            "without per_act_token, a1q_scale and a2_scale are needed: a dynamic scale of all "
-            "tokens is not supported; give both, or set per_act_token"
+            "a2_scale is given, but no a1q_scale: give both scales where they are static, and none "
+            "where they are computed"
         )
     if per_out_ch:
         raise UnsupportedError(
@@ -343,6 +371,27 @@ def _static(scale: Tensor, name: str) -> Tensor:
             "per_act_token"
         )
     return scale.reshape(1)
+
+
+def _dynamic(scale: Tensor, hidden_states: Tensor) -> Tensor:
+    """The scale of hidden states that were quantized with one: [1], or [E, 1, 1] of batches.
+
+    0 and NaN are what zeros and NaN may have given.
+    """
+    shape = [hidden_states.shape[0], 1, 1]
+    batched = hidden_states.dim() == 3 and list(scale.shape) == shape
+    if scale.dtype != torch.float32 or (scale.numel() != 1 and not batched):
+        wanted = f"one float32 value{f' or {shape}' if hidden_states.dim() == 3 else ''}"
+        raise UnsupportedError(
+            f"a1q_scale is {scale.dtype} {list(scale.shape)}, but must be {wanted}; give that, or "
+            "set per_act_token"
+        )
+    return scale if batched else scale.reshape(1)
+
+
+def _of_rows(scale: Tensor, hidden_states: Tensor) -> Tensor:
+    """A scale of all rows as one of each, [..., 1]."""
+    return scale.expand(*hidden_states.shape[:-1], 1).contiguous()
 
 
 def _run_batches(

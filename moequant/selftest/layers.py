@@ -38,12 +38,14 @@ class Variant:
         sizes: the layer has the first of these that its format and backend run.
         act_fn: its activation function.
         biased: whether every projection has a bias.
+        octaves: of every eight groups of 32 columns, how far one lies below the others.
     """
 
     name: str
     sizes: tuple[LayerSizes, ...]
     act_fn: ActFn
     biased: bool
+    octaves: int = 0
 
 
 EVEN = Variant(
@@ -63,6 +65,14 @@ ODD = Variant(
     biased=True,
 )
 VARIANTS = (EVEN, ODD)
+FAR = Variant(
+    name="scales far apart",
+    sizes=EVEN.sizes,
+    act_fn=SILU,
+    biased=False,
+    octaves=40,
+)
+"""Of which scales cannot be folded into codes of eight bits; for scales of eight bits alone."""
 _LARGEST = {"fp8_static": E4M3_MAX, NVFP4_STATIC: E2M1_MAX * E4M3_MAX}
 """The largest multiple of a static scale, by scheme."""
 
@@ -90,6 +100,12 @@ class Call:
         tensors = (self.hidden, self.topk_weights, self.topk_ids)
         named = {} if self.expert_map is None else {"expert_map": self.expert_map.to(device)}
         return tuple(t.to(device) for t in tensors), named
+
+
+def variants_of(format: str) -> tuple[Variant, ...]:
+    """The kinds of layers that a format is tested with."""
+    far = get_format(format).scale_dtype == torch.float8_e8m0fnu
+    return (*VARIANTS, FAR) if far else VARIANTS
 
 
 def calls_of(sizes: LayerSizes, *, many: bool) -> Iterator[Call]:
@@ -145,6 +161,9 @@ def random_layer(
     parts: dict[str, Any] = {
         name: torch.randn(shape, generator=g) * shape[2] ** -0.5 for name, shape in shapes.items()
     }
+    if variant.octaves:
+        for weight in parts.values():
+            weight.unflatten(-1, (-1, 32))[:, :, 3::8] *= 2.0**-variant.octaves
     fmt = get_format(format)
     gate, up = fmt.quantize_fused([parts["gate"], parts["up"]], names=["gate", "up"])
     others: dict[str, Any] = {}

@@ -23,11 +23,11 @@ from moequant.errors import UnsupportedError, unknown_name
 from moequant.formats import RUNNABLE, get_format
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import GROUPS, NVFP4_STATIC
+from moequant.runtime.activations import FP8_TENSOR, GROUPS, NVFP4_STATIC
 from moequant.runtime.backends import TARGETS, Workload, backends
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.select import why_not
-from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer
+from moequant.selftest.layers import VARIANTS, Variant, calls_of, random_layer, variants_of
 from moequant.selftest.pool import Died, run_apart
 from moequant.verification.serving import most_error
 
@@ -43,6 +43,9 @@ REFERENCE = "torch_reference"
 _CPU = torch.device("cpu")
 _PROCESSES = 8
 """On a GPU, unless there are fewer cores: almost all of a first run is compilation."""
+_CASE_LIMIT_S = 120
+"""Of a case in a process of its own: thirty times the mean on an H200 with 16 cores, compilation
+included, as there are machines with fewer. Past it, a kernel is taken to hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +127,9 @@ def selftest(
         device: where to run.
         backend: name of the one to run; by default all.
         processes: how many run them side by side; 1 for this one. By default as many as there are
-            cores, up to 8, on a GPU; else 1. One that ends with a case fails that case alone. A
-            script that starts several calls this under `if __name__ == "__main__"`.
+            cores, up to 8, on a GPU; else 1. One that ends with a case fails that case alone, and
+            one that is still at a case after two minutes is ended. A script that starts several
+            calls this under `if __name__ == "__main__"`.
         progress: told of every backend, format and scheme.
 
     Returns:
@@ -221,7 +225,13 @@ def _schemes() -> list[tuple[str, _Scheme]]:
         if static and static_scheme is None:
             continue
         groups = [g for g in GROUPS if g == format or _is_served(format, g, backends().values())]
-        for option in ("format", "none", "fp8_token", *(g for g in groups if g != NVFP4_STATIC)):
+        for option in (
+            "format",
+            "none",
+            "fp8_token",
+            FP8_TENSOR,
+            *(g for g in groups if g != NVFP4_STATIC),
+        ):
             name = scheme_of(format, option, static=static)
             scheme = _Scheme(name=name, option=option, static=name == static_scheme)
             found.setdefault((format, name), scheme)
@@ -297,12 +307,17 @@ def _run_all(cases: Sequence[_Case], processes: int) -> Iterator[tuple[int, _Row
         layers = _Layers()
         yield from enumerate(_run(case, layers) for case in cases)
         return
-    for position, result in run_apart(_run_alone, cases, processes):
+    for position, result in run_apart(_run_alone, cases, processes, limit_s=_CASE_LIMIT_S):
         if isinstance(result, Died):
             row = cases[position].row()
+            what = (
+                "ended without a result"
+                if result.in_time
+                else f"had no result after {_CASE_LIMIT_S} s and was ended; if kernels were being "
+                "compiled, run it again, as they are kept"
+            )
             row.failures.append(
-                "its process ended without a result; see what moequant selftest "
-                f"--backend {row.backend} prints"
+                f"its process {what}; see what moequant selftest --backend {row.backend} prints"
             )
             yield position, row
         else:
@@ -334,7 +349,7 @@ def _end_without_device(place: torch.device) -> None:
 def _run(case: _Case, layers: _Layers) -> _Row:
     backend, row = backends()[case.backend], case.row()
     format, scheme, place = case.format, case.scheme, case.place
-    for variant in VARIANTS:
+    for variant in variants_of(format):
         sizes, reason = _choose_sizes(backend, format, scheme, variant, place)
         if sizes is None:
             row.skipped[variant.name] = reason
@@ -406,6 +421,8 @@ def _versions(place: torch.device) -> dict[str, Any]:
     """What a report is about."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from moequant.kernels.cutlass.compiled import COMPILER
+
     def version_of(package: str) -> str | None:
         try:
             return version(package)
@@ -419,7 +436,7 @@ def _versions(place: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": version_of("triton"),
-        "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
+        "cutlass_dsl": version_of(COMPILER),
         "deep_gemm": version_of("sgl-deep-gemm"),
         "device": str(place),
         "gpu": torch.cuda.get_device_name(place) if is_gpu else None,

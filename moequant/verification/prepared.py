@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError, MoequantError
 from moequant.formats import get_format
-from moequant.preparation.layers import layout_for, packed_experts
+from moequant.preparation.layers import layouts_for, packed_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.prepared import LayerFile, remedy_of
 from moequant.runtime.prepared_manifest import how_to_prepare, prepared_folders, read_manifest
@@ -107,12 +107,18 @@ def _remedy(folder: Path, *, same_formats: bool) -> str:
 
 
 def _layouts(manifest: Manifest, formats: Mapping[int, str], target: str) -> dict[int, Layout]:
-    """The layout that each layer must be in, for the activations it was prepared for."""
+    """The layout that each layer must be in, for the activations it was prepared for.
+
+    Where weights decide between several, it is the one that the manifest says, if it is one of
+    these: packing again shows whether it holds the weights.
+    """
     layouts = {}
     for layer, format in formats.items():
         entry = manifest.layers.get(layer)
         activations = get_format(format).activations if entry is None else entry.activations
-        layouts[layer] = layout_for(format, target, activations)
+        first, *others = layouts_for(format, target, activations)
+        stated = [other for other in others if entry is not None and entry.layout == other.name]
+        layouts[layer] = (stated or [first])[0]
     return layouts
 
 

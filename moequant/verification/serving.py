@@ -14,6 +14,8 @@ of the difference is limited by what is left of it:
   sqrt(d * ulp). Tensor cores add FP8 products with about 14 bits, and gate and up may be rounded to
   bfloat16. That makes d = 2**-9 each and 1.9 % together. 16 tokens change few codes, so that the
   error scatters; the limit is a little more than twice that.
+* Where all tokens share a scale, so does an error of the value that makes it: at most 2**-8 of all
+  values, which changes as few codes again.
 * Where they are quantized to MXFP8, the ulp and so the limit are the same. A scale, a power of two,
   seldom changes, and E4M3 is as exact at twice the scale.
 * Where they are quantized to FP4, tensor cores add exact products in float32, so that d is only

@@ -99,6 +99,21 @@ def test_backends_are_another_page(run):
     assert f"cutlass_fp4_batched nvfp4 nvfp4 32, 32 {said}" in words
 
 
+def test_backends_are_asked_with_the_activations_that_are_named(run):
+    rows = run("formats", "--activations", "fp8_tensor", "--json").document["backends"]
+    assert {row["activations"] for row in rows} == {"fp8_tensor"}
+    reasons = {(row["backend"], row["format"]): row["reason"] for row in rows}
+    for backend in ("sm90_fp8_channel", "cutlass_fp8", "cutlass_fp8_batched", "triton"):
+        assert reasons[backend, "fp8_channel"] == "needs a CUDA device"
+    assert reasons["torch_reference", "fp8_tensor"] is None
+    assert reasons["sm90_w4a8", "w4a8"] == "takes only activations in fp8_token"
+    words = " ".join(run("formats", "--backends", "--activations", "fp8_tensor").stdout.split())
+    assert "sm90_fp8_channel fp8_channel, fp8_tensor fp8_tensor 32, 16 no: needs a CUDA" in words
+    done = run("formats", "--activations", "fp8_tensor")
+    assert done.exit_code == 2
+    assert "--activations needs --backends or --json" in done.stderr
+
+
 def test_formats_of_which_a_backend_says_the_same_share_a_line(run):
     words = " ".join(run("formats", "--backends").stdout.split())
     assert "sm90_w4a16 nvfp4, mxfp4 none no: needs a CUDA device sm90_w4a16" in words

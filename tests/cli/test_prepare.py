@@ -48,6 +48,26 @@ def test_activations_choose_the_layout(run, converted, tmp_path):
     assert run("inspect", path / "moequant-prepared" / "sm100").exit_code == 0
 
 
+def test_layers_of_which_the_scales_do_not_fold_are_named(run, make_checkpoint, tmp_path):
+    source = make_checkpoint(far_apart=("model.layers.1.mlp.experts.2.down_proj.weight",))
+    path = convert(source, tmp_path / "out", format="mxfp4").output
+    asked = ("prepare", path, "--target", "sm90", "--activations", "fp8_token")
+    done = run(*asked)
+    assert done.stdout.splitlines()[1:] == [
+        "layer 1 as mxfp4_fp8_group_scaled_panels, for weights whose scales lie more than eleven "
+        "octaves apart within a row"
+    ]
+    layers = run(*asked, "--json").document["layers"]
+    assert [layers[n]["layout"] for n in ("0", "1")] == [
+        "mxfp4_fp8_panels",
+        "mxfp4_fp8_group_scaled_panels",
+    ]
+    table = run("inspect", path / "moequant-prepared" / "sm90").stdout
+    rows = [" ".join(line.split()) for line in table.splitlines()[-2:]]
+    assert rows[0].startswith("mxfp4 fp8_token mxfp4_fp8_panels, version 2 1 ")
+    assert rows[1].startswith("mxfp4 fp8_token mxfp4_fp8_group_scaled_panels, version 1 1 ")
+
+
 def test_source_checkpoint_exits_3(run, source):
     assert run("prepare", source, "--target", "sm90", "--json").exit_code == 3
 

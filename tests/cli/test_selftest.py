@@ -26,19 +26,20 @@ def test_it_prints_a_row_for_each_format_and_scheme(run):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].startswith("CPU; moequant ")
-    assert [line.split()[0:4] for line in lines[3:5]] == [
+    assert [line.split()[0:4] for line in lines[3:6]] == [
         ["naive_batched", "bf16", "none", "7"],
         ["naive_batched", "bf16", "fp8_token", "7"],
+        ["naive_batched", "bf16", "fp8_tensor", "7"],
     ]
     assert lines[3].endswith("passed")
-    assert lines[-1].startswith("14 calls, ")
+    assert lines[-1].startswith("21 calls, ")
 
 
 def test_it_ends_with_5_and_the_reasons_where_a_backend_is_wrong(run, broken):
     result = run(*ARGUMENTS)
     assert result.exit_code == 5
-    assert result.stdout.count("FAILED") == 2
-    assert "Error: 12 failures; open an issue with this output\n" in result.stderr
+    assert result.stdout.count("FAILED") == 3
+    assert "Error: 18 failures; open an issue with this output\n" in result.stderr
     assert (
         "naive_batched, bf16 x none: multiples of 256, 1 token: off from the CPU reference by 1 in "
         "norm, where its roundings explain 0.0078\n" in result.stderr
@@ -50,7 +51,7 @@ def test_as_json_a_failure_has_the_document_too(run, broken):
     assert result.exit_code == 5
     assert not result.document["ok"]
     assert result.document["error"]["type"] == "NumericsError"
-    assert len(result.document["rows"]) == 2
+    assert len(result.document["rows"]) == 3
 
 
 def test_where_nothing_runs_it_fails_and_says_so(run):

@@ -12,7 +12,9 @@ from moequant.conversion import Recipe, convert
 from moequant.conversion.rounding import options_of_format
 from moequant.errors import RecipeError, StatisticsError, UnsupportedError
 from moequant.formats import CONVERTIBLE, get_format
+from moequant.quantizers.column_rounding import round_columns_in_torch
 from moequant.quantizers.gptq import Gptq, unpacked_codes
+from moequant.quantizers.gpu_columns import ColumnRounder
 from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
@@ -271,14 +273,42 @@ def test_another_device_is_for_gptq_only_and_must_be_there(source, stats, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_the_plan_says_why_a_gpu_rounds_without_its_kernel(source, stats, tmp_path, monkeypatch):
+    asked = []
+
+    def slow(element, device):
+        asked.append((element.name, device.type))
+        reason = f"{element.name} is not compiled"
+        return ColumnRounder(round_columns=round_columns_in_torch, reason=reason)
+
+    # Nothing is computed, so that any device will do.
+    monkeypatch.setattr("moequant.conversion.pipeline.check_device", lambda *arguments: None)
+    given = {"format": "mxfp4", "options": GPTQ, "statistics": stats, "dry_run": True}
+
+    def warnings():
+        plan = convert(source, tmp_path / "out", device="cpu:0", **given).plan
+        return [warning for warning in plan.warnings if "GPTQ on cpu:0" in warning]
+
+    monkeypatch.setattr("moequant.conversion.gptq_units.column_rounder", slow)
+    (warning,) = warnings()
+    assert warning.endswith("its kernel, which cannot be used: e2m1 is not compiled")
+    assert asked == [("e2m1", "cpu")]
+    fast = ColumnRounder(round_columns=round_columns_in_torch)
+    monkeypatch.setattr("moequant.conversion.gptq_units.column_rounder", lambda *arguments: fast)
+    assert warnings() == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("order", ["stored", "activation"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_on_a_gpu_the_codes_are_those_that_verify_expects(source, stats, tmp_path, format):
-    given = {"format": format, "options": GPTQ, "statistics": stats}
+def test_on_a_gpu_the_codes_are_those_that_verify_expects(source, stats, tmp_path, format, order):
+    options = {**GPTQ, "column_order": order}
+    given = {"format": format, "options": options, "statistics": stats, "workers": 8}
     result = convert(source, tmp_path / "out", device="cuda", **given)
     assert {error.device for error in result.gptq_errors} == {torch.cuda.get_device_name()}
     assert all(error.ratio < 0.9 for error in result.gptq_errors)
+    assert not [warning for warning in result.plan.warnings if "its kernel" in warning]
     report = verify(tmp_path / "out", against=source, statistics=stats)
     assert report.ok, report.problems
 

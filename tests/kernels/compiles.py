@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",

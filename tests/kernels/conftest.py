@@ -2,11 +2,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Reads(TorchDispatchMode):
+    """Notes what torch reads of tensors on the host, or whose result has a size that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host_reads():
+    """What is read within it is in its `found`, by operation."""
+    return Reads()
 
 
 @pytest.fixture
@@ -26,6 +47,31 @@ def compiled_by(tmp_path):
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return run
+
+
+@pytest.fixture
+def compiles_well(tmp_path):
+    """compiles_well(configs): for Hopper, without spilled registers or products that wait."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    source, cubin = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
+
+    def check(configs):
+        for config in configs:
+            source.write_text(config.source())
+            macros = [f"-D{name}={value}" for name, value in config.defines().items()]
+            command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
+            done = subprocess.run(
+                [*command, source, "-o", cubin], capture_output=True, text=True, check=False
+            )
+            log = done.stdout + done.stderr
+            assert done.returncode == 0, (config, log)
+            assert "0 bytes spill stores, 0 bytes spill loads" in log, (config, log)
+            # What ptxas says of WGMMA that it makes wait for each other.
+            assert "serialized" not in log, (config, log)
+
+    return check
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from moequant.kernels import calls
-from moequant.kernels.calls import part_tokens, run_in_parts
-from moequant.kernels.routing import MAX_PAIRS
+from moequant.kernels.calls import MAX_PAIRS, part_tokens, run_in_parts
 
 H, T = 4, 2
 

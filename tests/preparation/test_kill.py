@@ -118,14 +118,25 @@ def test_killed_ten_times_at_random_moments(struck, converted, whole, tmp_path):
     finish(struck, path, whole[1])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize(
+    ("code", "replaces"),
+    [
+        (errno.ENOSPC, False),
+        (errno.ENOSPC, True),
+        (errno.EIO, False),
+        (errno.EIO, True),
+        (errno.EROFS, False),
+        (errno.EACCES, False),
+    ],
+)
 def test_a_fault_of_the_disk_is_an_error_and_loses_nothing(
-    struck, converted, whole, tmp_path, code
+    struck, converted, old, whole, tmp_path, code, replaces
 ):
     calls, wanted = whole
+    before = old if replaces else converted
     path, failed = tmp_path / "out", 0
     for number in range(1, len(calls) + 1, 4):
-        own(converted, path)
+        own(before, path)
         lasting = code == errno.ENOSPC
         fault = {"at": number, "errno": code, "lasting": lasting}
         answer = struck(path, fault, **SETTINGS)
@@ -134,7 +145,7 @@ def test_a_fault_of_the_disk_is_an_error_and_loses_nothing(
             assert (answer["error"], answer["exit_code"]) == ("MoequantError", 1), answer
             assert str(path) in answer["message"]
             assert os.strerror(code) in answer["message"]
-        check_nothing_looks_whole(path, wanted)
+        check_nothing_looks_whole(path, wanted, contents(before))
         finish(struck, path, wanted)
     assert failed
 

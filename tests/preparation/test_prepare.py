@@ -15,6 +15,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.preparation import PreparedCheckpoint, prepare
+from moequant.progress import SilentProgress
 from moequant.runtime import load_experts
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.storage.folder import is_prepared_folder
@@ -148,6 +149,73 @@ def test_the_layout_is_that_of_the_activations_to_come(own, format):
 def test_fp8_activations_have_a_layout_on_hopper(own):
     result = prepare(own("mxfp4"), target="sm90", activations="fp8_token")
     assert layout_of(result) == {("mxfp4", "fp8_token", "mxfp4_fp8_panels")}
+
+
+FAR_APART = "model.layers.1.mlp.experts.2.down_proj.weight"
+FOLDED, GROUP_SCALED = "mxfp4_fp8_panels", "mxfp4_fp8_group_scaled_panels"
+
+
+@pytest.fixture(scope="module")
+def far_apart(make_checkpoint, tmp_path_factory):
+    """mxfp4; a row of an expert of layer 1 has scales that do not fold. Only for `prepare`."""
+    source = make_checkpoint(far_apart=(FAR_APART,))
+    return convert(source, tmp_path_factory.mktemp("far") / "out", format="mxfp4").output
+
+
+class Counting(SilentProgress):
+    def __init__(self):
+        self.total = self.done = 0
+
+    def start(self, description, total, *, unit="bytes"):
+        self.total += total
+
+    def advance(self, done, current):
+        self.done += done
+
+
+def test_a_layer_whose_scales_do_not_fold_keeps_those_of_its_groups(far_apart):
+    counting = Counting()
+    settings = {"target": "sm90", "activations": "fp8_token"}
+    result = prepare(far_apart, **settings, overwrite=True, progress=counting)
+    entries = result.manifest.layers
+    assert {n: (e.layout, e.layout_version) for n, e in entries.items()} == {
+        0: (FOLDED, 2),
+        1: (GROUP_SCALED, 1),
+    }
+    # What was packed before the layout turned out to be the other is not counted.
+    headers = [read_header(result.folder / e.file, e.file).values() for e in entries.values()]
+    assert counting.done == sum(info.size_bytes for header in headers for info in header)
+    assert sorted(p.name for p in result.folder.iterdir()) == [
+        "layer-00000.safetensors",
+        "layer-00001.safetensors",
+        "manifest.json",
+    ]
+    again = prepare(far_apart, **settings)
+    assert (again.state, again.manifest) == ("already prepared", result.manifest)
+
+
+def test_scales_that_do_not_fold_give_the_same_result(far_apart):
+    folder = prepare(far_apart, target="sm90", activations="fp8_token").folder
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 256, generator=generator)
+    ids = torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0], [0, 2], [-1, -1]])
+    weights = torch.rand(6, 2, generator=generator)
+    portable, prepared = (load_experts(path, 1) for path in (far_apart, folder))
+    for name, tensor in portable.state_dict().items():
+        assert torch.equal(bytes_of(prepared.state_dict()[name]), bytes_of(tensor))
+    assert torch.equal(portable(hidden, weights, ids), prepared(hidden, weights, ids))
+    one = load_experts(folder, 1, experts=[2])
+    assert torch.equal(one.weights.down.qdata, portable.weights.down.qdata[2:3])
+
+
+def test_a_moequant_without_that_layout_refuses_the_layer(far_apart, monkeypatch):
+    folder = prepare(far_apart, target="sm90", activations="fp8_token").folder
+    known = property(lambda self: (self.layout,))
+    monkeypatch.setattr(type(REGISTRY["sm90_mxfp4_fp8"]), "layouts", known)
+    load_experts(folder, 0)
+    said = f"it is in layout {GROUP_SCALED} version 1, but the backends here read .*{FOLDED} ver"
+    with pytest.raises(CheckpointError, match=said):
+        load_experts(folder, 1)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -426,6 +494,56 @@ def test_a_failure_leaves_no_folder(own, monkeypatch):
     with pytest.raises(MoequantError, match="disk is full"):
         prepare(path, target="sm90")
     assert list((path / "moequant-prepared").iterdir()) == []
+
+
+class At(SilentProgress):
+    """Calls a function when that many experts were written, of two layers of four."""
+
+    def __init__(self, experts, act):
+        self.left, self.act = experts, act
+
+    def advance(self, done, current):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def test_ctrl_c_leaves_the_folder_that_was_there_and_nothing_else(own):
+    path = own("nvfp4")
+
+    def stop():
+        raise KeyboardInterrupt
+
+    folder = prepare(path, target="sm100").folder
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(path, target="sm100", activations="nvfp4", progress=At(5, stop))
+    assert [entry.name for entry in folder.parent.iterdir()] == ["sm100"]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert prepare(path, target="sm100", activations="nvfp4").state == "prepared"
+
+
+def test_weights_that_change_while_they_are_prepared_are_noticed(own):
+    path = own("nvfp4")
+    name = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
+    info = ConvertedCheckpoint.open(path).checkpoint.tensors[name]
+
+    def change():
+        with (path / info.file).open("r+b") as file:
+            file.seek(info.start)
+            byte = file.read(1)[0]
+            file.seek(info.start)
+            file.write(bytes([byte ^ 1]))
+
+    with pytest.raises(CheckpointError, match=f"{info.file}: changed while in use"):
+        prepare(path, target="sm100", progress=At(1, change))
+    assert list((path / "moequant-prepared").iterdir()) == []
+    # With the last expert, all are read; the folder holds what they were.
+    folder = prepare(path, target="sm100", progress=At(8, change)).folder
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*has other weights now"):
+        load_experts(folder, 0)
+    assert prepare(path, target="sm100").state == "prepared"
+    assert load_experts(folder, 0).weights.experts == 4
 
 
 def test_the_portable_files_stay_as_they_are(own):

@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moequant.errors import NonFiniteError, StatisticsError, UnsupportedError
 from moequant.formats import dequantize, get_format, quantize
 from moequant.formats.elements import pack_nibbles
 from moequant.formats.w4a8 import join_scale, split_scale
 from moequant.quantizers import NativeQuantizer
+from moequant.quantizers.column_rounding import COLUMNS, round_columns_in_torch
 from moequant.quantizers.gptq import DAMPINGS, Gptq, unpacked_codes
 
 FORMATS = ("nvfp4", "mxfp4", "w4a8", "fp8_block")
@@ -308,3 +310,62 @@ def test_weights_that_are_not_finite_are_refused():
     w[3, 4] = torch.inf
     with pytest.raises(NonFiniteError, match=r"down: inf at index \[3, 4\]"):
         Gptq(torch.eye(32)).round(w, q, name="down")
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations that are launches on a GPU: all but views and uninitialized memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.is_counting = 0, True
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        makes_nothing = operation.is_view or operation in (
+            torch.ops.aten.empty.memory_format,
+            torch.ops.aten.empty_like.default,
+        )
+        self.count += self.is_counting and not makes_nothing
+        return operation(*args, **(kwargs or {}))
+
+    def one_kernel(self, element, target, scale, codes, errors, feedback):
+        """One launch. It moves no errors within the block, which is no worse than nearest here."""
+        self.count += 1
+        self.is_counting = False
+        code = element.encode((target / scale).float())
+        codes.copy_(code.view(torch.uint8))
+        errors -= element.decode(code).double() * scale
+        self.is_counting = True
+
+
+@every_format
+@in_both_orders
+def test_with_a_kernel_there_are_three_launches_a_block_of_columns(format, activation_order):
+    counts = []
+    for K in (256, 256, 512):  # once for what is kept from the first time on
+        w, H = weight(24, K), hessian(K, 1000)
+        q = quantize(w, format)
+        with _Operations() as operations:
+            by = operations.one_kernel
+            found = Gptq(H, activation_order=activation_order, round_columns=by).round(w, q)
+        assert found.damping == DAMPINGS[0]
+        counts.append(operations.count)
+    blocks = (512 - 256) // COLUMNS
+    # A product, its sum with the targets, and the kernel.
+    assert counts[2] - counts[1] == 3 * blocks
+    assert counts[1] < 110
+
+
+@pytest.mark.parametrize(
+    ("format", "launches"), [("w4a8", 16), ("fp8_block", 11), ("nvfp4", 34), ("mxfp4", 34)]
+)
+def test_without_a_kernel_torch_launches_so_often_for_a_column(format, launches):
+    counts = []
+    for B in (8, 24):
+        # Nothing is computed, by the operations that other devices than a CPU take.
+        numbers = torch.empty(B, 5, dtype=torch.float64, device="meta")
+        codes, feedback = numbers.to(torch.uint8), torch.empty_like(numbers[:, :1]).expand(B, B)
+        element = get_format(format).element
+        with _Operations() as operations:
+            round_columns_in_torch(element, numbers, numbers, codes, numbers, feedback)
+        counts.append(operations.count)
+    assert counts[1] - counts[0] == launches * 16

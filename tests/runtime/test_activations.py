@@ -18,7 +18,15 @@ U = 2.0**-24
 
 QUANTIZED = [name for name, fmt in CONVERTIBLE.items() if fmt.activations != "none"]
 
-DYNAMIC = ["fp8_group128", "fp8_token", "none"]  # whose scales are computed
+# By format, its own scheme; and one scale for all tokens.
+SCHEMES_OF_LAYERS = [
+    *((format, CONVERTIBLE[format].activations) for format in QUANTIZED),
+    ("fp8_channel", "fp8_tensor"),
+    ("fp8_tensor", "fp8_tensor"),
+    ("mxfp4", "fp8_tensor"),
+]
+
+DYNAMIC = ["fp8_group128", "fp8_token", "none"]  # whose scales are computed, token by token
 
 
 def groups_of(K, scheme):
@@ -32,7 +40,8 @@ def quantize_by_hand(x, scheme):
     scales = np.empty((x.shape[0], len(groups_of(x.shape[1], scheme))), np.float32)
     for m, row in enumerate(x):
         for g, columns in enumerate(groups_of(x.shape[1], scheme)):
-            amax = np.float32(max(abs(v) for v in row[columns]))
+            group = x if scheme == "fp8_tensor" else row[columns]
+            amax = np.float32(np.abs(group).max())
             scale = max(amax / np.float32(448), np.float32(2.0**-149)) if amax else np.float32(1)
             codes[m, columns] = np.clip(row[columns] / scale, -448, 448).astype(E4M3)
             scales[m, g] = scale
@@ -57,13 +66,14 @@ def requantize(h, scheme):
     where the interval holds a rounding boundary, to a step.
     """
     value, error = h.value.numpy(), h.error.numpy()
+    axis = None if scheme == "fp8_tensor" else 1
     result, low, high = np.empty_like(value), np.empty_like(value), np.empty_like(value)
     for columns in groups_of(value.shape[1], scheme):
         x, e = value[:, columns], error[:, columns]
-        amax = np.abs(x).max(1, keepdims=True)
+        amax = np.abs(x).max(axis, keepdims=True)
         scales = [
-            (np.abs(x) - e).max(1, keepdims=True) / 448 * (1 - 4 * U),
-            (np.abs(x) + e).max(1, keepdims=True) / 448 * (1 + 4 * U),
+            (np.abs(x) - e).max(axis, keepdims=True) / 448 * (1 - 4 * U),
+            (np.abs(x) + e).max(axis, keepdims=True) / 448 * (1 + 4 * U),
         ]
         assert (scales[0] > 0).all()
         ratios = np.stack([(x + s * e) / scale for s in (-1, 1) for scale in scales])
@@ -88,7 +98,7 @@ def activations(M, K, *, seed=0):
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("scheme", [s for s in DYNAMIC if s != "none"])
+@pytest.mark.parametrize("scheme", ["fp8_group128", "fp8_token", "fp8_tensor"])
 @pytest.mark.parametrize("K", [1, 127, 128, 129, 300, 512])
 def test_codes_and_scales_equal_those_computed_by_hand(scheme, K):
     x = activations(20, K)
@@ -103,7 +113,7 @@ def test_codes_and_scales_equal_those_computed_by_hand(scheme, K):
     assert torch.equal(q.dequantize(), dequantize_by_hand(x, scheme).float())
 
 
-@pytest.mark.parametrize("scheme", [s for s in DYNAMIC if s != "none"])
+@pytest.mark.parametrize("scheme", ["fp8_group128", "fp8_token", "fp8_tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_quantized_by_its_values(scheme, dtype):
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -143,46 +153,58 @@ def test_none_keeps_values_and_dtype():
     assert torch.equal(q.dequantize(), x.float())
 
 
-@pytest.mark.parametrize("scheme", DYNAMIC)
+@pytest.mark.parametrize("scheme", [*DYNAMIC, "fp8_tensor"])
 def test_taking_rows_takes_their_scales(scheme):
     q = quantize_activations(torch.from_numpy(activations(6, 200)), scheme)
     rows = torch.tensor([4, 0, 4])
     assert torch.equal(q.take(rows).dequantize(), q.dequantize()[rows])
 
 
-def emulate(layer):
+def emulate(layer, scheme):
     """The layer with activations quantized by hand, in float64: output and bound."""
-    scheme = get_format(layer.weights.format).activations
     x = dequantize_by_hand(layer.hidden.float().numpy(), scheme)
     decoded = {n: dequantize(q).double() for n, q in layer.weights.projections().items()}
     M, T = layer.ids.shape
     output, error, magnitude = (torch.zeros(x.shape, dtype=torch.float64) for _ in range(3))
-    for m in range(M):
-        for t in range(T):
-            e, w = layer.ids[m, t], layer.topk_weights[m, t].double()
-            row = exact(x[m : m + 1])
-            h = activation("silu")(project(row, decoded["gate"][e]), project(row, decoded["up"][e]))
-            y = project(requantize(h, scheme), decoded["down"][e])
-            output[m] += w * y.value[0]
-            error[m] += w * y.error[0]
-            magnitude[m] += w * y.magnitude[0]
+    pairs = [(m, t, layer.ids[m, t]) for m in range(M) for t in range(T)]
+    rows = []
+    for m, _, e in pairs:
+        row = exact(x[m : m + 1])
+        gate, up = (project(row, decoded[name][e]) for name in ("gate", "up"))
+        rows.append(activation("silu")(gate, up))
+    h = requantize(
+        Bounded(
+            value=torch.cat([row.value for row in rows]),
+            error=torch.cat([row.error for row in rows]),
+        ),
+        scheme,
+    )
+    for i, (m, t, e) in enumerate(pairs):
+        w = layer.topk_weights[m, t].double()
+        row = Bounded(value=h.value[i : i + 1], error=h.error[i : i + 1])
+        y = project(row, decoded["down"][e])
+        output[m] += w * y.value[0]
+        error[m] += w * y.error[0]
+        magnitude[m] += w * y.magnitude[0]
     # T products and T additions in float32.
     return output, error + (T + 1) * U * magnitude
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(("format", "scheme"), SCHEMES_OF_LAYERS)
 @pytest.mark.parametrize(("H", "I"), [(256, 128), (128, 384)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layer_with_quantized_activations_equals_a_loop_written_by_hand(
     layers,
     format,
+    scheme,
     H,
     I,
     dtype,
 ):
     layer = layers.make(format, H=H, I=I, dtype=dtype)
-    output, bound = emulate(layer)
-    module = FusedExperts(layer.weights)
+    output, bound = emulate(layer, scheme)
+    own = scheme == get_format(format).activations
+    module = FusedExperts(layer.weights, activations="format" if own else scheme)
     result = module(layer.hidden.float(), layer.topk_weights, layer.ids).double()
     assert ((result - output).abs() <= bound).all()
     # The bound is tight enough to tell: without quantization nearly everything lies outside.
@@ -195,7 +217,7 @@ def test_layer_with_quantized_activations_equals_a_loop_written_by_hand(
 @pytest.mark.parametrize("format", [n for n, fmt in CONVERTIBLE.items() if fmt.ragged])
 def test_layer_with_ragged_groups_equals_a_loop_written_by_hand(layers, format):
     layer = layers.make(format, H=200, I=150)
-    output, bound = emulate(layer)
+    output, bound = emulate(layer, get_format(format).activations)
     result = FusedExperts(layer.weights)(*layer.call).double()
     assert ((result - output).abs() <= bound).all()
 

@@ -35,7 +35,7 @@ DEVICES = [
 ]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
-DYNAMIC = ["fp8_group128", "fp8_token", "none"]  # whose scales are computed
+DYNAMIC = ["fp8_group128", "fp8_token", "fp8_tensor", "none"]  # whose scales are computed
 
 
 def on_gpu(test):
@@ -269,7 +269,7 @@ def test_batches_are_not_quantized_by_an_unknown_scheme_or_without_its_scale(sch
 
 
 @on_gpu
-@pytest.mark.parametrize("activations", ["format", "none"])
+@pytest.mark.parametrize("activations", ["format", "none", "fp8_tensor"])
 @pytest.mark.parametrize("format", RUNNABLE)
 def test_triton_batched_computes_what_naive_batched_does(format, activations):
     g = torch.Generator("cuda").manual_seed(0)
@@ -280,7 +280,7 @@ def test_triton_batched_computes_what_naive_batched_does(format, activations):
         for n, size in sizes.items()
     }
     weights = ExpertWeights(**parts)
-    scheme = fmt.activations if activations == "format" else "none"
+    scheme = fmt.activations if activations == "format" else activations
     hidden = torch.randn(90, 512, generator=g, device="cuda").bfloat16()
     topk_weights, ids = torch.rand(90, 8, generator=g, device="cuda").topk(3)
     ids[5:20, 0] = -1

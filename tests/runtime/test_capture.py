@@ -35,7 +35,7 @@ class NoCopyFromHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("activations", ["format", "none"])
+@pytest.mark.parametrize("activations", ["format", "fp8_tensor", "none"])
 @pytest.mark.parametrize("backend", ANYWHERE)
 def test_nothing_is_read_on_the_host(
     layers, every_format, backend, activations, captured, monkeypatch

@@ -36,7 +36,7 @@ ON_CPU = [
         replace(WORKLOAD, format=format, activations="none" if activations == "none" else scheme)
     )
 ]
-LAYOUTS = list({backend.layout: None for backend in REGISTRY.values()})
+LAYOUTS = list({layout: None for backend in REGISTRY.values() for layout in backend.layouts})
 # What test_act_fn_and_biases.py derives for float32 sums, and test_triton_backend.py for codes that
 # flip between the GEMMs.
 TOLERANCE = {"none": 1e-5, "format": 5e-3}
@@ -81,9 +81,18 @@ def test_it_is_registered_under_its_name_and_makes_experts(name):
 
 
 @every_backend
-def test_the_documents_list_it_and_its_layout(name):
+def test_the_documents_list_it_and_its_layouts(name):
     assert f"\n| `{name}` |" in (DOCS / "runtime.md").read_text()
-    assert f"\n| `{REGISTRY[name].layout.name}` |" in (DOCS / "layouts.md").read_text()
+    for layout in REGISTRY[name].layouts:
+        assert f"\n| `{layout.name}` |" in (DOCS / "layouts.md").read_text()
+
+
+@every_backend
+def test_its_first_layout_is_the_usual_one_and_says_no_reason(name):
+    first, *others = REGISTRY[name].layouts
+    assert first == REGISTRY[name].layout
+    assert not first.why
+    assert all(other.why for other in others)
 
 
 @every_backend

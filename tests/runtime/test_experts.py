@@ -377,7 +377,7 @@ def test_a_module_that_moved_keeps_nothing_where_it_was(layers):
 def test_its_repr_says_format_and_sizes(layers):
     assert repr(plain(layers.make("mxfp4"))) == (
         "FusedExperts(mxfp4, experts=6, hidden=256, intermediate=128, backend=None, "
-        "activations=none)"
+        "activations=none, layout=stacked)"
     )
 
 

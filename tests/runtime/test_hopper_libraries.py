@@ -25,6 +25,7 @@ from moequant.runtime.batched import finalize_batched, prepare_batched
 from moequant.runtime.call import run_experts
 from moequant.runtime.functional import deep_gemm_moe_fp8
 from moequant.runtime.routing import route
+from moequant.runtime.workspace import shared_workspace
 
 # E, H, I, T; no size of the second is a multiple of 128.
 SMALL, ODD = (16, 1024, 512, 4), (8, 720, 336, 2)
@@ -61,13 +62,15 @@ ACT_FNS = [
 class Engine:
     """A library: its backend, the format that it runs, and how it is tested.
 
-    `kind` is the routing of calls that a test does not choose, see `inputs`. `outlier` bounds the
-    largest error of an element, as a share of the largest element; None where it is not derived.
+    `others` names the schemes that it takes beside `scheme`, as its refusals do. `kind` is the
+    routing of calls that a test does not choose, see `inputs`. `outlier` bounds the largest error
+    of an element, as a share of the largest element; None where it is not derived.
     """
 
     name: str
     format: str
     scheme: str
+    others: str = ""
     options: dict[str, str] = field(default_factory=dict)
     kind: str = "uniform"
     outlier: float | None = None
@@ -115,6 +118,7 @@ CUTLASS = Engine(
     name="cutlass_fp8",
     format="fp8_channel",
     scheme="fp8_token",
+    others=" or fp8_tensor",
     options={"scale": "float32"},
     outlier=0.06,
 )
@@ -187,8 +191,8 @@ def weights_of(engine, shape, act_fn=SILU, biases=False):
     ("change", "reason"),
     [
         ({"format": "nvfp4", "activations": "none"}, "runs only {0.format}"),
-        ({"activations": "fp8_static"}, "takes only activations in {0.scheme}"),
-        ({"activations": "none"}, "takes only activations in {0.scheme}"),
+        ({"activations": "fp8_static"}, "takes only activations in {0.scheme}{0.others}"),
+        ({"activations": "none"}, "takes only activations in {0.scheme}{0.others}"),
         ({"hidden": 264}, "needs H to be a multiple of 16, not 264"),
         ({"intermediate": 100}, "needs I to be a multiple of 16, not 100"),
         ({"experts": 0}, "needs at least one expert"),
@@ -258,6 +262,43 @@ def test_the_call_without_a_module_says_why_it_cannot_run_here():
 def test_it_computes_what_the_reference_does(weights, inputs, engine, shape, M, kind):
     layer, call = weights(engine, shape), inputs(shape, M, kind)
     engine.check(engine.module(layer)(*call), layer, call)
+
+
+@of_one(CUTLASS)
+@pytest.mark.parametrize("kind", ["uniform", "holes", "nowhere"])
+@pytest.mark.parametrize("M", [0, 1, 40, 700])
+@pytest.mark.parametrize("shape", [SMALL, ODD], ids=["small", "odd"])
+def test_one_scale_of_all_tokens_computes_what_the_reference_does(weights, inputs, shape, M, kind):
+    layer, call = weights(CUTLASS, shape, SWIGLUOAI, True), inputs(shape, M, kind)
+    reference, *modules = (
+        FusedExperts(layer, backend=name, activations="fp8_tensor")
+        for name in ("torch_reference", CUTLASS.name, CUTLASS.batched)
+    )
+    want = reference(*call)
+    x = quantize_activations(call[0], "fp8_tensor")
+    for module in modules:
+        got = module(*call)
+        assert bool(got.isfinite().all())
+        assert calc_diff(got, want) <= CALC_DIFF if want.any() else not got.any()
+        shared_workspace(got.device, 0).fill_(0x7F)
+        assert torch.equal(module(*call), got)
+        assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), got)
+
+
+@of_one(CUTLASS)
+def test_one_scale_is_found_within_a_graph(weights, inputs):
+    layer = weights(CUTLASS, SMALL)
+    module = FusedExperts(layer, backend=CUTLASS.name, activations="fp8_tensor")
+    static = inputs(SMALL, 64)
+    module(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    hidden, *routing = inputs(SMALL, 64, "skewed")
+    for to, value in zip(static, (hidden * 0.01, *routing), strict=True):
+        to.copy_(value)
+    graph.replay()
+    assert torch.equal(out, module(hidden * 0.01, *routing))
 
 
 @on_gpu(

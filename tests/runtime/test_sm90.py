@@ -11,20 +11,22 @@ import torch
 from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
 from moequant.errors import UnsupportedError
-from moequant.formats import QuantizedWeight, quantize
+from moequant.formats import QuantizedWeight, dequantize, quantize
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.workspace import shared_workspace
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# By case: the format of the weights, and "_fp8" where activations are not those of the format.
+# By case: the format of the weights, "_far" where scales are too far apart to be folded into codes,
+# and "_fp8" where activations are not those of the format.
 ACTIVATIONS = {
     "fp8_block": "fp8_group128",
     "fp8_channel": "fp8_token",
     "fp8_tensor": "fp8_token",
     "w4a8": "fp8_token",
     "mxfp4_fp8": "fp8_token",
+    "mxfp4_far_fp8": "fp8_token",
     "nvfp4": "none",
     "mxfp4": "none",
 }
@@ -47,6 +49,7 @@ ODD = {
     "fp8_tensor": (8, 608, 416, 2),
     "w4a8": (8, 640, 384, 2),
     "mxfp4_fp8": (8, 608, 416, 2),
+    "mxfp4_far_fp8": (8, 608, 416, 2),
     "nvfp4": (8, 592, 336, 2),
     "mxfp4": (8, 608, 416, 2),
 }
@@ -130,11 +133,12 @@ TILINGS = {
     ],
 }
 TILINGS["mxfp4_fp8"], TILINGS["mxfp4"] = TILINGS["w4a8"], TILINGS["nvfp4"]
+TILINGS["mxfp4_far_fp8"] = [choice for choice in TILINGS["w4a8"] if choice["rows"] <= 96]
 
 
 def workload(format):
     return Workload(
-        format=format.removesuffix("_fp8"),
+        format=format.removesuffix("_fp8").removesuffix("_far"),
         activations=ACTIVATIONS[format],
         experts=8,
         hidden=256,
@@ -146,6 +150,8 @@ def workload(format):
 def name_of(format):
     if format == "fp8_tensor":
         return "sm90_fp8_channel"
+    if format == "mxfp4_far_fp8":
+        return "sm90_mxfp4_fp8"
     return "sm90_w4a16" if ACTIVATIONS[format] == "none" else f"sm90_{format}"
 
 
@@ -205,7 +211,7 @@ def test_fp8_blocks_of_sizes_that_tma_does_not_read_are_refused(change, reason):
 def test_a_refusal_names_every_scheme_that_would_run(format):
     asked = replace(workload(format), activations="none")
     reason = REGISTRY["sm90_fp8_channel"].supports(asked)
-    assert reason == "takes only activations in fp8_token or fp8_static"
+    assert reason == "takes only activations in fp8_token or fp8_tensor or fp8_static"
 
 
 @every_format
@@ -251,7 +257,7 @@ def random_weight(format, size, g):
         codes.random_(0, 256, generator=g)
         scale = torch.rand(*rows, K // 128, generator=g, device=g.device) + 0.5
         scale = (scale * 0.2 * K**-0.5).bfloat16()
-    elif format in ("nvfp4", "mxfp4"):
+    elif format in ("nvfp4", "mxfp4", "mxfp4_far"):
         codes = torch.empty(*rows, K // 2, dtype=torch.uint8, device=g.device)
         codes.random_(0, 256, generator=g)
         global_scale = None
@@ -261,9 +267,12 @@ def random_weight(format, size, g):
             global_scale = torch.rand(rows[0], generator=g, device=g.device) * K**-0.5 / 300
         else:
             scale = torch.randint(117, 120, (*rows, K // 32), generator=g, device=g.device)
+            if format == "mxfp4_far":  # of every four groups one, 12 to 110 octaves below
+                few = scale[..., 2::4]
+                few -= torch.randint(14, 111, few.shape, generator=g, device=g.device)
             scale = scale.to(torch.uint8).view(torch.float8_e8m0fnu)
         return QuantizedWeight(
-            format=format,
+            format=format.removesuffix("_far"),
             qdata=codes,
             scale=scale,
             global_scale=global_scale,
@@ -349,6 +358,75 @@ def test_panels_of_w4a8_hold_no_other_format():
     w = quantize(torch.ones(2, 128, 128), "fp8_block")
     with pytest.raises(UnsupportedError, match="holds w4a8, but these weights are fp8_block"):
         REGISTRY["sm90_w4a8"].layout.pack(ExpertWeights(gate=w, up=w, down=w))
+
+
+def test_mxfp4_is_packed_with_its_scales_folded_or_by_group():
+    """One group of one expert decides for the layer, unless it holds zeros."""
+    backend, shape = REGISTRY["sm90_mxfp4_fp8"], (3, 256, 128, 1)
+    near, far = layer_on("cpu", "mxfp4_fp8", shape), layer_on("cpu", "mxfp4_fp8", shape)
+    far.down.scale.view(torch.uint8)[2, 100, 3] = 40
+    zeros = replace(far, down=far.down.map(torch.clone, far.down.shape))
+    zeros.down.qdata[2, 100, 48:64] = 0x80
+    folded, by_group = backend.layouts
+    assert (folded.why, by_group.why[:7]) == ("", "weights")
+    for layer, layout in ((near, folded), (far, by_group), (zeros, folded)):
+        tensors = backend.pack(layer)
+        assert tensors.keys() == set(layout.panels)
+        assert {t.shape for t in tensors.values()} == {(3, 2, 2, 8704), (3, 2, 1, 8704)}
+        assert backend.layout_of(tensors) == layout
+        asked = replace(workload("mxfp4_fp8"), experts=3)
+        packed = backend.load(tensors, asked)
+        assert packed.layout == layout
+        assert packed.tuner.family.name == layout.name.removesuffix("_panels")
+        for name, q in packed.weights().projections().items():
+            want = layer.projections()[name]
+            assert torch.equal(q.qdata, want.qdata)
+            if layer is not zeros:
+                assert torch.equal(q.scale.view(torch.uint8), want.scale.view(torch.uint8))
+
+
+def part_of_rank(layer, rank):
+    """One of two parts of I, as tensor parallelism cuts it."""
+
+    def half(q, dim, *shape):
+        return q.map(lambda t: t.tensor_split(2, dim)[rank].contiguous(), torch.Size(shape))
+
+    E, I, H = layer.up.shape
+    return ExpertWeights(
+        gate=half(layer.gate, 1, E, I // 2, H),
+        up=half(layer.up, 1, E, I // 2, H),
+        down=half(layer.down, 2, E, H, I // 2),
+    )
+
+
+def test_each_rank_folds_its_own_part_of_mxfp4():
+    backend = REGISTRY["sm90_mxfp4_fp8"]
+    layer = layer_on("cpu", "mxfp4_fp8", (3, 256, 256, 1))
+    layer.up.scale.view(torch.uint8)[1, 100, 3] = 100  # rank 0
+    for rank, layout in ((0, backend.layouts[1]), (1, backend.layouts[0])):
+        part = part_of_rank(layer, rank)
+        packed = backend.load(backend.pack(part), replace(workload("mxfp4_fp8"), experts=3))
+        assert packed.layout == layout
+        for name, q in packed.weights().projections().items():
+            want = part.projections()[name]
+            assert torch.equal(q.qdata, want.qdata)
+            assert torch.equal(q.scale.view(torch.uint8), want.scale.view(torch.uint8))
+
+
+def test_experts_with_scales_by_group_run_on_a_cpu_as_the_weights_they_were():
+    """Moved to a device of which the backend reads another layout, they are unpacked."""
+    layer = layer_on("cpu", "mxfp4_far_fp8", (4, 256, 128, 2))
+    asked = replace(workload("mxfp4_fp8"), experts=4, device=torch.device("cpu"))
+    backend = REGISTRY["sm90_mxfp4_fp8"]
+    packed = backend.load(backend.pack(layer), asked)
+    module = FusedExperts(packed, activations="fp8_token")
+    assert "layout=mxfp4_fp8_group_scaled_panels" in repr(module)
+    hidden = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    call = hidden, torch.full((5, 2), 0.5), torch.tensor([[0, 1], [2, 3], [1, 0], [3, -1], [2, 0]])
+    want = FusedExperts(layer, activations="fp8_token")(*call)
+    assert torch.equal(module(*call), want)
+    assert module.chosen_backend() == "torch_reference"
+    assert "layout=stacked" in repr(module)
 
 
 def sizes(format, shape):
@@ -574,11 +652,132 @@ def test_static_scales_count_instead_of_those_of_tokens(weights, inputs, scales,
     assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), got)
 
 
-def run_plan(format, layer, call, choice, *, byte, hidden_scale=None):
+def with_one_scale(layer, **options):
+    """A module that quantizes all tokens with one scale, and all rows between the GEMMs."""
+    return FusedExperts(
+        layer, activations="fp8_tensor", **{"backend": "sm90_fp8_channel", **options}
+    )
+
+
+one_scale = pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "holes", "one expert", "nowhere"])
+@pytest.mark.parametrize("M", [0, 1, 3, 40, 700, 3000])
+@pytest.mark.parametrize("shape", ["small", "odd"])
+def test_one_scale_of_all_tokens_computes_what_the_reference_does(
+    weights, inputs, format, shape, M, kind
+):
+    """The scale of the second GEMM is that of numbers rounded to bfloat16: 2**-9 off at most."""
+    shape = sizes(format, shape)
+    layer, call = weights(format, shape, SILU, True), inputs(shape, M, kind)
+    got = with_one_scale(layer)(*call)
+    want = with_one_scale(layer, backend="torch_reference")(*call)
+    assert bool(got.isfinite().all())
+    assert torch.equal(got[(call[2] < 0).all(1)], want[(call[2] < 0).all(1)])
+    if not want.any():
+        assert not got.any()
+        return
+    assert calc_diff(got, want) <= CALC_DIFF[format]
+    if M >= 40:
+        assert not torch.equal(got, experts(format, layer)(*call))
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("shape", ["small", "odd"])
+@pytest.mark.parametrize("M", [1, 40, 700, 3000])
+def test_with_one_scale_equal_calls_give_equal_bits_quantized_here_or_not(
+    weights, inputs, format, shape, M
+):
+    shape = sizes(format, shape)
+    call, module = inputs(shape, M, "holes"), with_one_scale(weights(format, shape))
+    first = module(*call)
+    for byte in (0x7F, 0xFF, 0):
+        shared_workspace(call[0].device, 0).fill_(byte)
+        assert torch.equal(module(*call), first)
+    x = quantize_activations(call[0], "fp8_tensor")
+    shared_workspace(call[0].device, 0).fill_(0x7F)
+    assert torch.equal(module(x.qdata, *call[1:], hidden_scale=x.scale), first)
+
+
+@gpu
+@tilings_of(["fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize("byte", [0x7F, 0xFF], ids=["huge", "nan"])
+def test_with_one_scale_no_buffer_is_read_before_it_is_written(
+    weights, inputs, format, choice, byte
+):
+    layer = weights(format, SMALL)
+    for M in (1, 2, 50, 600):
+        call = inputs(SMALL, M, "holes")
+        out = run_plan(format, layer, call, choice, byte=byte, activations="fp8_tensor")
+        want = with_one_scale(layer, backend="torch_reference")(*call)
+        assert bool(out.isfinite().all())
+        assert not want.any() or calc_diff(out, want) <= CALC_DIFF[format]
+
+
+@gpu
+@one_scale
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_one_scale_is_found_without_waiting_and_within_a_graph(weights, inputs, format):
+    module, static = with_one_scale(weights(format, SMALL)), inputs(SMALL, 64)
+    module(*static)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        module(*static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind, factor in (("skewed", 0.01), ("holes", 100.0), ("uniform", 1.0)):
+        hidden, *routing = inputs(SMALL, 64, kind)
+        new = (hidden * factor, *routing)
+        for to, value in zip(static, new, strict=True):
+            to.copy_(value)
+        module(*inputs(SMALL, 129))
+        graph.replay()
+        assert torch.equal(out, module(*new))
+
+
+@gpu
+@one_scale
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_scale_of_zeros_of_nan_and_of_inf(weights, inputs, format, dtype):
+    hidden, *routing = inputs(SMALL, 40, dtype=dtype)
+    module = with_one_scale(weights(format, SMALL))
+    assert not module(torch.zeros_like(hidden), *routing).any()
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        changed = hidden.clone()
+        changed[7, 3] = poison
+        assert bool(module(changed, *routing).isnan().all())
+    assert bool(module(hidden, *routing).isfinite().all())
+
+
+@gpu
+@one_scale
+def test_with_one_scale_parts_are_those_of_the_reference(weights, inputs, format):
+    from moequant.kernels.calls import MAX_PAIRS
+
+    layer, call = weights(format, SMALL), inputs(SMALL, MAX_PAIRS // SMALL[3] + 40)
+    module = with_one_scale(layer, max_tokens=1 << 20)
+    got = module(*call)
+    want = with_one_scale(layer, max_tokens=1 << 20, backend="torch_reference")(*call)
+    assert calc_diff(got, want) <= CALC_DIFF[format]
+    half = len(call[0]) // 2
+    parts = [module(*(t[rows] for t in call)) for rows in (slice(half), slice(half, None))]
+    assert torch.equal(got, torch.cat(parts))
+
+
+def run_plan(format, layer, call, choice, *, byte, hidden_scale=None, activations=None):
     """A call with a tiling, and a workspace and an output full of `byte` and NaN."""
     from moequant.kernels.sm90.tiling import Tiling
 
-    packed = experts(format, layer, backend=name_of(format)).packed().kernel_weights
+    module = experts(format, layer, backend=name_of(format))
+    packed = module.packed(activations).kernel_weights
     M, T = call[2].shape
     tiling = Tiling(**choice)
     size_bytes = packed.workspace_bytes(M, T, tiling)
@@ -711,7 +910,7 @@ def test_the_module_holds_gate_and_up_of_fp8_blocks_once(weights, inputs):
 @gpu
 @every_format
 def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs, format):
-    from moequant.kernels.routing import MAX_PAIRS
+    from moequant.kernels.calls import MAX_PAIRS
 
     check(format, weights(format, SMALL), inputs(SMALL, MAX_PAIRS // SMALL[3] + 40))
 
@@ -810,3 +1009,65 @@ def test_they_do_with_every_way_to_prepare(weights, inputs, format, choice):
     call = x.qdata, topk_weights, ids
     got = run_plan(format, layer, call, choice, byte=0x7F, hidden_scale=x.scale)
     assert torch.equal(got, run_plan(format, layer, (hidden, *call[1:]), choice, byte=0x7F))
+
+
+@gpu
+@pytest.mark.parametrize("octaves", [12, 60, 128, 250])
+@pytest.mark.parametrize("M", [1, 40, 256])
+def test_a_group_of_mxfp4_counts_whatever_the_scales_beside_it(octaves, M):
+    """Exactly: hidden states name a column of down, and what comes out is the column.
+
+    Up is the identity, and relu2 of 1 is 1, which is its token's largest: 448 times a scale of
+    1 / 448. That rounds by 2**-24 at most, and then to bfloat16, which holds the weights. Below
+    2**-126 kernels may flush; beyond 2**127 there are none here.
+    """
+    H = I = 256
+    g = torch.Generator().manual_seed(octaves)
+    low = (252 - octaves) // 2 + 1
+    scale = torch.randint(low, low + octaves + 1, (1, H, I // 32), generator=g)
+    scale[..., 2], scale[..., 5] = low, low + octaves
+    down = QuantizedWeight(
+        format="mxfp4",
+        qdata=torch.randint(0, 256, (1, H, I // 2), dtype=torch.uint8, generator=g),
+        scale=scale.to(torch.uint8).view(torch.float8_e8m0fnu),
+        global_scale=None,
+        shape=torch.Size((1, H, I)),
+    )
+    up = quantize(torch.eye(I)[None], "mxfp4")
+    layer = ExpertWeights(gate=None, up=up.to("cuda"), down=down.to("cuda"), act_fn=RELU2)
+    module = experts("mxfp4_far_fp8", layer)
+    assert module.packed().layout.name == "mxfp4_fp8_group_scaled_panels"
+    columns = torch.arange(M) * 37 % I
+    hidden = torch.eye(I)[columns].bfloat16().cuda()
+    router, ids = torch.ones(M, 1).cuda(), torch.zeros(M, 1, dtype=torch.int32).cuda()
+    got = module(hidden, router, ids).float().cpu()
+    want = dequantize(down)[0].float()[:, columns].T
+    assert bool(want.isfinite().all())
+    normal = want.abs() >= 2.0**-126
+    assert torch.equal(got[normal], want[normal])
+    assert bool((got[~normal].abs() <= 2.0**-126).all())
+
+
+@gpu
+def test_a_scale_of_nan_makes_its_rows_nan_and_no_others(weights, inputs):
+    layer = copy.deepcopy(weights("mxfp4_far_fp8", SMALL))
+    layer.down.scale.view(torch.uint8)[:, 70, 9] = 255
+    call = inputs(SMALL, 20)
+    got = experts("mxfp4_far_fp8", layer)(*call)
+    assert got.isnan().any(0).nonzero().flatten().tolist() == [70]
+    want = experts("mxfp4_far_fp8", weights("mxfp4_far_fp8", SMALL))(*call)
+    others = [n for n in range(SMALL[1]) if n != 70]
+    assert torch.equal(got[:, others], want[:, others])
+
+
+@gpu
+@pytest.mark.parametrize("M", [3, 300])
+def test_either_layout_of_mxfp4_computes_the_same(weights, inputs, M):
+    """Of weights that both hold, as far as sums are rounded."""
+    layer, call = weights("mxfp4_fp8", SMALL), inputs(SMALL, M)
+    backend = REGISTRY["sm90_mxfp4_fp8"]
+    folded = experts("mxfp4_fp8", layer)
+    by_group = backend.load(backend.layouts[1].pack(layer), folded.packed().workload)
+    got, want = FusedExperts(by_group, activations="fp8_token")(*call), folded(*call)
+    assert folded.packed().layout == backend.layouts[0]
+    assert calc_diff(got, want) <= CALC_DIFF["mxfp4_fp8"]

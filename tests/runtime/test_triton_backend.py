@@ -281,7 +281,7 @@ def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, format):
 
 @gpu
 def test_more_pairs_than_the_sort_takes_run_in_parts(weights, inputs):
-    from moequant.kernels.routing import MAX_PAIRS
+    from moequant.kernels.calls import MAX_PAIRS
 
     call = inputs(SMALL, MAX_PAIRS // SMALL[3] + 40)
     module = FusedExperts(weights("mxfp4"), backend=NAME, max_tokens=1 << 20)
@@ -328,6 +328,40 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     x = quantize_activations(hidden, get_format(format).activations)
     got = module(x.qdata, topk_weights, ids, hidden_scale=x.scale)
     assert torch.equal(got, module(hidden, topk_weights, ids))
+
+
+@gpu
+@pytest.mark.parametrize("backend", [NAME, "triton_batched"])
+@pytest.mark.parametrize("M", [0, 1, 40, 700])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor", "mxfp4"])
+def test_one_scale_of_all_tokens_and_of_all_rows(weights, inputs, format, M, backend):
+    call = inputs(SMALL, M, "holes")
+    got, again, want = (
+        FusedExperts(weights(format), backend=name, activations="fp8_tensor")(*call)
+        for name in (backend, backend, "torch_reference")
+    )
+    assert torch.equal(got, again)
+    assert (got.float() - want.float()).norm() <= (ROUNDED + QUANTIZED) * want.float().norm()
+    nowhere = torch.full_like(call[2], -1)
+    module = FusedExperts(weights(format), backend=backend, activations="fp8_tensor")
+    assert not module(*call[:2], nowhere).any()
+    assert not module(torch.zeros_like(call[0]), *call[1:]).any()
+
+
+@gpu
+def test_one_scale_is_found_within_a_graph(weights, inputs):
+    module = FusedExperts(weights("fp8_tensor"), backend=NAME, activations="fp8_tensor")
+    static = inputs(SMALL, 64)
+    module(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*static)
+    for kind, factor in (("skewed", 0.01), ("holes", 100.0)):
+        hidden, *routing = inputs(SMALL, 64, kind)
+        for to, value in zip(static, (hidden * factor, *routing), strict=True):
+            to.copy_(value)
+        graph.replay()
+        assert torch.equal(out, module(hidden * factor, *routing))
 
 
 @gpu

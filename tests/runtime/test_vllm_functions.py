@@ -21,7 +21,7 @@ from moequant.runtime import (
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY
 from moequant.runtime.backends.stacked import STACKED
-from moequant.runtime.batched import finalize_batched, prepare_batched
+from moequant.runtime.batched import BatchedTokens, finalize_batched, prepare_batched
 from moequant.runtime.routing import route
 
 E, H, I, T, M = 6, 256, 128, 2, 9
@@ -145,6 +145,95 @@ def test_static_scales_are_those_of_both_inputs(quantized):
         assert torch.equal(got, want)
 
 
+def with_one_scale(weights, hidden, router, ids, **options):
+    return FusedExperts(weights, activations="fp8_tensor", **options)(hidden, router, ids)
+
+
+@pytest.mark.parametrize("act_fn", [SILU, SWIGLUOAI, RELU2], ids=str)
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_one_scale_of_all_tokens_is_computed_where_none_is_given(format, act_fn):
+    w1, w2, weights = layer(format, act_fn)
+    hidden, router, ids = call()
+    want = with_one_scale(weights, hidden, router, ids)
+    options = {"act_fn": act_fn, "per_act_token": False}
+    assert torch.equal(run_fp8(w1, w2, hidden, router, ids, **options), want)
+    assert not torch.equal(want, FusedExperts(weights)(hidden, router, ids))
+    none = (hidden[:0], router[:0], ids[:0])
+    assert run_fp8(w1, w2, *none, **options).shape == (0, H)
+    zeros = torch.zeros_like(hidden)
+    assert not run_fp8(w1, w2, zeros, router, ids, **options).any()
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
+def test_hidden_states_may_come_quantized_with_one_scale(shape):
+    w1, w2, weights = layer("fp8_tensor")
+    hidden, router, ids = call()
+    x = quantize_activations(hidden, "fp8_tensor")
+    options = {"a1q_scale": x.scale[0].reshape(shape), "per_act_token": False}
+    got = run_fp8(w1, w2, x.qdata, router, ids, **options)
+    assert torch.equal(got, with_one_scale(weights, hidden, router, ids))
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.nan])
+def test_one_scale_of_quantized_hidden_states_may_be_what_zeros_or_nan_gave(scale):
+    w1, w2, _ = layer("fp8_tensor")
+    hidden, router, ids = call()
+    given = {"a1q_scale": torch.tensor([scale]), "per_act_token": False}
+    got = run_fp8(w1, w2, hidden.to(torch.float8_e4m3fn), router, ids, **given)
+    assert torch.equal(got.isnan().all(), torch.tensor(scale != 0))
+    assert scale != 0 or not got.any()
+
+
+def test_with_one_scale_ids_of_other_ranks_do_not_count():
+    w1, w2, weights = layer("fp8_tensor")
+    here = torch.full((12,), -1)
+    here[3:9] = torch.arange(5, -1, -1)
+    hidden, router, ids = call()
+    ids = torch.where(ids < 0, ids, ids * 2)
+    want = with_one_scale(weights, hidden, router, ids, expert_map=here)
+    options = {"expert_map": here, "global_num_experts": 12, "per_act_token": False}
+    assert torch.equal(run_fp8(w1, w2, hidden, router, ids, **options), want)
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_with_one_scale_batches_are_run_too(format, of_experts):
+    w1, w2, weights = layer(format)
+    hidden, router, ids = call()
+    routing = route(router, ids, experts=E)
+    tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_tensor")
+    codes = tokens.qdata.view(torch.uint8)
+    codes[torch.arange(M)[None, :] >= tokens.counts[:, None]] = 0x7F  # NaN
+    scale = quantize_activations(hidden, "fp8_tensor").scale[0]
+    if of_experts:  # as vLLM repeats it
+        scale = scale.repeat(E).view(E, 1, 1)
+    out = run_fp8(
+        w1, w2, tokens.qdata, None, None, output=torch.empty(E, M, H), a1q_scale=scale,
+        expert_num_tokens=tokens.counts, per_act_token=False, use_batched_format=True,
+    )  # fmt: skip
+    got = finalize_batched(out, routing, places).bfloat16()
+    want = with_one_scale(weights, hidden, router, ids, backend="torch_reference")
+    # The reference adds up experts in another order, and rounds to the dtype of hidden states.
+    assert calc_diff(got, want) <= 2.0**-18
+
+
+def test_each_batch_may_have_a_scale_of_its_own():
+    w1, w2, weights = layer("fp8_tensor")
+    codes = torch.randn(E, 4, H, generator=torch.Generator().manual_seed(0))
+    codes = codes.to(torch.float8_e4m3fn)
+    counts = torch.tensor([4, 0, 1, 2, 3, 4], dtype=torch.int32)
+    scale = torch.linspace(0.5, 2.0, E).view(E, 1, 1)
+    out = run_fp8(
+        w1, w2, codes, None, None, output=torch.empty(E, 4, H), a1q_scale=scale,
+        expert_num_tokens=counts, per_act_token=False, use_batched_format=True,
+    )  # fmt: skip
+    packed = pack_experts(weights, backend="naive_batched", activations="fp8_tensor")
+    tokens = BatchedTokens(
+        scheme="fp8_tensor", qdata=codes, scale=scale.expand(E, 4, 1).contiguous(), counts=counts
+    )
+    assert torch.equal(out, packed.run_batches(tokens))
+
+
 def test_scales_have_the_shapes_that_vllm_gives_them():
     w1, w2, weights = layer("fp8_channel")
     want = FusedExperts(weights)(*call())
@@ -202,7 +291,16 @@ def test_batches_are_run_and_not_weighted(format, static):
     ("options", "error", "reason"),
     [
         ({"a2_scale": torch.ones(1)}, UnsupportedError, "with per_act_token the scales are"),
-        ({"per_act_token": False}, UnsupportedError, "dynamic scale of all tokens is not"),
+        (
+            {"per_act_token": False, "a1q_scale": torch.ones(1)},
+            UnsupportedError,
+            "^a1q_scale is given, but neither a2_scale nor quantized hidden_states: give both",
+        ),
+        (
+            {"per_act_token": False, "a2_scale": torch.ones(1)},
+            UnsupportedError,
+            "^a2_scale is given, but no a1q_scale: give both scales where they are static, and",
+        ),
         (
             {"per_act_token": False, "a1q_scale": torch.ones(1), "a2_scale": torch.ones(1)},
             UnsupportedError,
@@ -263,6 +361,28 @@ def test_static_scales_are_single_values():
     options = {"per_act_token": False, "a1q_scale": torch.ones(M, 1), "a2_scale": torch.ones(1)}
     with pytest.raises(UnsupportedError, match=r"a1q_scale is torch.float32 \[9, 1\], but must"):
         run_fp8(w1, w2, *call(), **options)
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        (
+            torch.ones(M, 1),
+            r"^a1q_scale is torch.float32 \[9, 1\], but must be one float32 value; ",
+        ),
+        (torch.ones(1).half(), r"^a1q_scale is torch.float16 \[1\], but must be one float32 value"),
+        (None, "^hidden_states is .* and there is no a1q_scale; give its scales"),
+    ],
+    ids=str,
+)
+def test_one_scale_is_a_single_value(scale, reason):
+    w1, w2, _ = layer("fp8_tensor")
+    hidden, router, ids = call()
+    with pytest.raises(UnsupportedError, match=reason):
+        run_fp8(
+            w1, w2, hidden.to(torch.float8_e4m3fn), router, ids,
+            a1q_scale=scale, per_act_token=False,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["a1q_scale", "a2_scale"])
@@ -492,6 +612,29 @@ def test_on_a_gpu_rows_run_on_kernels(format, tokens):
     run = run_w4a8 if format == "w4a8" else run_fp8
     # The bound that tests/runtime/test_sm90.py derives for quantized activations.
     assert calc_diff(run(w1, w2, hidden, router, ids), want) <= 1e-3
+
+
+@on_gpu(CAPABILITY >= (8, 0), "SM80 or newer")
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_on_a_gpu_one_scale_of_all_tokens_is_computed(format, tokens):
+    w1, w2, weights = layer(format, device="cuda")
+    hidden, router, ids = call(device="cuda", tokens=tokens)
+    want = with_one_scale(weights, hidden, router, ids, backend="torch_reference")
+    got = run_fp8(w1, w2, hidden, router, ids, per_act_token=False)
+    assert calc_diff(got, want) <= 1e-3
+    x = quantize_activations(hidden, "fp8_tensor")
+    options = {"a1q_scale": x.scale[0], "per_act_token": False}
+    assert torch.equal(run_fp8(w1, w2, x.qdata, router, ids, **options), got)
+    routing = route(router, ids, experts=E)
+    tokens, places = prepare_batched(
+        hidden, routing, experts=E, capacity=tokens, scheme="fp8_tensor"
+    )
+    out = run_fp8(
+        w1, w2, tokens.qdata, None, None, output=torch.empty_like(tokens.qdata, dtype=hidden.dtype),
+        expert_num_tokens=tokens.counts, use_batched_format=True, **options,
+    )  # fmt: skip
+    assert calc_diff(finalize_batched(out, routing, places), want) <= 1e-3
 
 
 @on_gpu(CAPABILITY == (9, 0), "SM90")

@@ -9,8 +9,8 @@ import pytest
 from moequant.selftest.pool import Died, run_apart
 
 
-def results_of(function, arguments, processes):
-    return sorted(run_apart(function, arguments, processes), key=itemgetter(0))
+def results_of(function, arguments, processes, *, limit_s=60):
+    return sorted(run_apart(function, arguments, processes, limit_s=limit_s), key=itemgetter(0))
 
 
 def test_every_argument_gets_its_result():
@@ -20,8 +20,20 @@ def test_every_argument_gets_its_result():
 
 def test_a_process_that_dies_costs_the_result_of_its_argument_alone():
     died, fine = results_of(eval, ["__import__('os')._exit(1)", "3 * 7"], 1)
-    assert isinstance(died[1], Died)
+    assert died == (0, Died(in_time=True))
     assert fine == (1, 21)
+
+
+def test_a_process_that_hangs_is_ended_and_costs_the_result_of_its_argument_alone(capfd):
+    hangs, fine = results_of(eval, ["__import__('time').sleep(600)", "3 * 7"], 1, limit_s=1)
+    assert hangs == (0, Died(in_time=False))
+    assert fine == (1, 21)
+    assert "Timeout (0:00:01)!" in capfd.readouterr().err  # and where it was
+
+
+def test_the_limit_is_that_of_each_argument():
+    found = results_of(eval, ["__import__('time').sleep(0.4)"] * 4, 1, limit_s=1.5)
+    assert found == [(i, None) for i in range(4)]
 
 
 def test_a_pool_that_breaks_while_it_is_filled_costs_no_result(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import distributions
 from itertools import count, product
 
 import pytest
@@ -14,7 +15,7 @@ from moequant.runtime.backends import REGISTRY, TARGETS, backends, torch_referen
 from moequant.runtime.backends.naive_batched import NaiveBatched
 from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.selftest import run, selftest
-from moequant.selftest.layers import EVEN, ODD, VARIANTS, calls_of
+from moequant.selftest.layers import EVEN, FAR, ODD, VARIANTS, calls_of, random_layer
 from moequant.selftest.pool import Died
 
 COMPUTE = NaiveBatched.experts._run_batches
@@ -41,9 +42,12 @@ def test_it_runs_every_scheme_of_every_format(few):
     assert {(row["format"], row["activations"]) for row in document["rows"]} == {
         ("nvfp4", "none"),
         ("nvfp4", "fp8_token"),
+        ("nvfp4", "fp8_tensor"),
         ("w4a8", "fp8_token"),
+        ("w4a8", "fp8_tensor"),
         ("w4a8", "none"),
         ("fp8_tensor", "fp8_token"),
+        ("fp8_tensor", "fp8_tensor"),
         ("fp8_tensor", "fp8_static"),
         ("fp8_tensor", "none"),
     }
@@ -54,6 +58,18 @@ def test_it_runs_every_scheme_of_every_format(few):
         assert not row["skipped"]
 
 
+def test_scales_of_eight_bits_are_tested_far_apart(few):
+    few("mxfp4")
+    document = naive()
+    assert document["ok"]
+    for row in document["rows"]:
+        assert row["calls"] == len(list(calls_of(EVEN.sizes[0], many=True))) + 2
+        assert row["error"] <= 1e-6 < row["limit"]
+    layer = random_layer("mxfp4", FAR, FAR.sizes[0], static=False)
+    backend = backends()["sm90_mxfp4_fp8"]
+    assert backend.layout_of(backend.pack(layer)) == backend.layouts[1]
+
+
 def test_processes_find_what_one_does(few):
     few("w4a8", "fp8_tensor")
     alone, several = naive(), naive(processes=2)
@@ -61,24 +77,47 @@ def test_processes_find_what_one_does(few):
     assert several["rows"] == alone["rows"]
 
 
-def test_a_process_that_ends_fails_its_row(few, monkeypatch):
+@pytest.mark.parametrize(
+    ("in_time", "said"),
+    [
+        (True, "its process ended without a result; see what "),
+        (
+            False,
+            "its process had no result after 120 s and was ended; if kernels were being compiled, "
+            "run it again, as they are kept; see what ",
+        ),
+    ],
+)
+def test_a_process_that_ends_fails_its_row(few, monkeypatch, in_time, said):
     few("w4a8")
-    monkeypatch.setattr(run, "run_apart", lambda *_: [(1, Died()), (0, "a row")])
+    died = Died(in_time=in_time)
+    monkeypatch.setattr(run, "run_apart", lambda *_, **__: [(1, died), (0, "a row")])
     monkeypatch.setattr(run, "_run_alone", None)
     cases, _ = run._cases_of(backends()["naive_batched"], torch.device("cpu"))
     (position, row), other = run._run_all(cases, 2)
     assert other == (0, "a row")
     assert (position, row.backend, row.calls) == (1, "naive_batched", 0)
-    assert row.failures == [
-        "its process ended without a result; see what moequant selftest --backend naive_batched "
-        "prints"
-    ]
+    assert row.failures == [f"{said}moequant selftest --backend naive_batched prints"]
+
+
+def test_it_says_with_which_packages_it_ran(few):
+    few("bf16")
+    document = naive()
+    assert document["torch"] == torch.__version__
+    for name, distribution in {
+        "triton": "triton",
+        # Which has CuTe DSL, by whatever name that was installed.
+        "cutlass_dsl": "nvidia-cutlass-dsl-libs-base",
+        "deep_gemm": "sgl-deep-gemm",
+    }.items():
+        there = list(distributions(name=distribution))
+        assert document[name] == (there[0].version if there else None)
 
 
 def test_it_says_why_a_backend_runs_nothing(few):
     few("fp8_block")
     document = selftest("cpu")
-    assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 3
+    assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 4
     assert document["not_run"].keys() == REGISTRY.keys() - {"naive_batched", "torch_reference"}
     assert "needs a CUDA device" in document["not_run"]["triton"]
 

@@ -93,6 +93,23 @@ def test_what_is_prepared_for_named_activations_passes(source, clean, format, tm
     assert problems(folder, source).keys() == {f"{where}.layout", f"{where}.layout_version"}
 
 
+def test_layers_in_either_layout_of_a_backend_pass_and_damage_is_found(make_checkpoint, tmp_path):
+    source = make_checkpoint(far_apart=("model.layers.1.mlp.experts.2.down_proj.weight",))
+    path = convert(source, tmp_path / "out", format="mxfp4").output
+    folder = prepare(path, target="sm90", activations="fp8_token").folder
+    assert problems(folder, source) == {}
+    edit_layer(folder, 1, "w2_group_scaled_panels", lambda x: x[2, -1:].add_(1))
+    found = problems(folder, source)
+    assert found.keys() == {"sm90/layer-00001.safetensors"}
+    assert found["sm90/layer-00001.safetensors"].startswith("w2_group_scaled_panels of expert 2: ")
+    # The names of tensors differ, so that neither layout is taken for the other.
+    folded = {"layout": "mxfp4_fp8_panels", "layout_version": 2}
+    edit_manifest(folder, lambda m: m["layers"]["1"].update(folded))
+    found = problems(folder, source)["sm90/layer-00001.safetensors"]
+    assert "panels is" in found
+    assert "but should be" in found
+
+
 def test_a_copy_passes_whatever_its_times(source, folder):
     converted = folder.parent.parent
     for path in converted.rglob("*.safetensors"):
@@ -127,6 +144,25 @@ def test_what_is_not_the_portable_weight_is_named_even_if_the_digest_is_right(
     source, folder, tensor
 ):
     edit_layer(folder, 1, tensor, lambda rows: rows[2, 0].bitwise_xor_(1))
+    (fault,) = problems(folder, source).items()
+    assert fault[0] == "sm100/layer-00001.safetensors"
+    assert fault[1].startswith(f"{tensor} of expert 2: element [")
+
+
+@pytest.mark.parametrize("tensor", ["w13_scale", "w2_scale"])
+@pytest.mark.parametrize(
+    ("format", "activations"), [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8")]
+)
+def test_scales_for_blackwell_in_another_order_are_named(
+    source, clean, tmp_path, format, activations, tensor
+):
+    def swap_words(rows):
+        rows[2, :8] = rows[2, [4, 5, 6, 7, 0, 1, 2, 3]]
+
+    converted = Path(shutil.copytree(clean(format), tmp_path / "converted"))
+    shutil.rmtree(converted / PREPARED_FOLDER)
+    folder = prepare(converted, target="sm100", activations=activations).folder
+    edit_layer(folder, 1, tensor, swap_words)
     (fault,) = problems(folder, source).items()
     assert fault[0] == "sm100/layer-00001.safetensors"
     assert fault[1].startswith(f"{tensor} of expert 2: element [")

@@ -245,7 +245,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         w = packed.workload
         logger.info_once(
             "moequant runs routed experts in %s (dialect %s, activations %s, E %d, H %d, I %d of "
-            "this rank, %s%s) by its backend %s on %s",
+            "this rank, %s%s) by its backend %s on %s%s",
             w.format,
             self.scheme.dialect.name,
             w.activations,
@@ -256,4 +256,5 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             "" if self.options.prepared is None else f", prepared for {self.options.prepared}",
             packed.backend.name,
             str(w.device),
+            f", for {packed.layout.why}" if packed.layout.why else "",
         )

@@ -11,8 +11,10 @@ over a batch per expert.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from moequant.errors import DoesNotFitError
 from moequant.runtime.backends.stacked import STACKED
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class PackedExperts(ABC):
 
     Attributes:
         backend: what made it.
-        tensors: the weights, as `backend.layout` packs them; on `workload.device`, contiguous.
+        tensors: the weights, as `layout` packs them; on `workload.device`, contiguous.
         workload: what it was made for.
     """
 
@@ -86,6 +88,11 @@ class PackedExperts(ABC):
         self.backend = backend
         self.tensors = dict(tensors)
         self.workload = workload
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of `tensors`, one of `backend.layouts`."""
+        return self.backend.layout_of(self.tensors)
 
     @abstractmethod
     def run(
@@ -151,7 +158,7 @@ class PackedExperts(ABC):
 
     def weights(self) -> ExpertWeights:
         """Gate, up and down, see `Layout.unpack`."""
-        return self.backend.layout.unpack(self.tensors, self.workload)
+        return self.layout.unpack(self.tensors, self.workload)
 
 
 class Backend(ABC):
@@ -179,8 +186,32 @@ class Backend(ABC):
         It is asked about any workload: every format, scheme and device, also one that is not there.
         """
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All that its kernels read, `layout` first; each holds weights that those before do not.
+
+        The names of their tensors differ.
+        """
+        return (self.layout,)
+
+    def layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
+        """The one of `layouts` that packed `tensors`, by their names."""
+        return self.layout
+
+    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """The tensors of `weights` in the first of `layouts` that holds them.
+
+        Raises:
+            UnsupportedError: none does; see `Layout.pack`.
+        """
+        *others, last = self.layouts
+        for layout in others:
+            with suppress(DoesNotFitError):
+                return layout.pack(weights)
+        return last.pack(weights)
+
     def serves(self, target: str, activations: str) -> Collection[str]:
-        """Formats that `moequant prepare` packs in `layout`, because this backend runs them.
+        """Formats that `moequant prepare` packs in `layouts`, because this backend runs them.
 
         The first backend of the registry that names a format is the one it is packed for.
 
@@ -191,10 +222,10 @@ class Backend(ABC):
         return ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
-        """The experts whose weights are `tensors`, in `layout`; copies none of them.
+        """The experts whose weights are `tensors`, in one of `layouts`; copies none of them.
 
         Args:
-            tensors: as `layout.pack` made them, on `workload.device`.
+            tensors: as `pack` made them, on `workload.device`.
             workload: one that `supports` accepts.
         """
         return self.experts(self, tensors, workload=workload)

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
+from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
     why_not_kernels_for,
@@ -45,17 +46,26 @@ class CutlassFp8Experts(PlannedExperts):
         """See `PlannedExperts.plan`."""
         from moequant.kernels.cutlass.sm90_fp8_channel_fused import CutlassPlan
 
-        return CutlassPlan(self.tensors, self.workload.act_fn, tokens, topk, arena)
+        w = self.workload
+        return CutlassPlan(
+            self.tensors,
+            w.act_fn,
+            tokens,
+            topk,
+            arena,
+            tensor_scale=w.activations == FP8_TENSOR,
+        )
 
 
 class CutlassFp8(Backend):
     """FP8 GEMMs in CuTe DSL with activations in FP8 per token, as vLLM's CutlassExpertsFp8.
 
-    Activations are quantized as `quantize_activations` does. The tensor cores' sums of 128 columns
-    are added up in float32, and both scales multiply the sum. What the first GEMM computes is
-    rounded to bfloat16 before the activation function, and so is an expert's result. Runs of one
-    call are bitwise equal. Nothing is read on the host: an id that is out of range contributes
-    nothing, like -1, and raises no error.
+    Or with one scale of all tokens, which takes up to seven launches more. Activations are
+    quantized as `quantize_activations` does. The tensor cores' sums of 128 columns are added up in
+    float32, and both scales multiply the sum. What the first GEMM computes is rounded to bfloat16
+    before the activation function, and so is an expert's result. Runs of one call are bitwise
+    equal. Nothing is read on the host: an id that is out of range contributes nothing, like -1, and
+    raises no error.
 
     Runs only when named: it is correct on an H200, but was not yet timed beside `sm90_fp8_channel`.
     """
@@ -67,7 +77,7 @@ class CutlassFp8(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""
         return (
-            why_not_kernels_for(workload, ("fp8_channel",), activations=("fp8_token",))
+            why_not_kernels_for(workload, ("fp8_channel",), activations=("fp8_token", FP8_TENSOR))
             or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )
@@ -82,7 +92,14 @@ class CutlassFp8BatchedExperts(BatchedExperts):
 
         assert tokens.scale is not None
         qdata, scale = tokens.qdata.contiguous(), tokens.scale.contiguous()
-        return batched_experts(self.tensors, self.workload.act_fn, qdata, scale, tokens.counts)
+        return batched_experts(
+            self.tensors,
+            self.workload.act_fn,
+            qdata,
+            scale,
+            tokens.counts,
+            tensor_scale=tokens.scheme == FP8_TENSOR,
+        )
 
 
 class CutlassFp8Batched(CutlassFp8):

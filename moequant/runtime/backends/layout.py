@@ -33,6 +33,8 @@ class Layout(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Incremented when the bytes of the same weights change."""
+    why: ClassVar[str] = ""
+    """For which weights it is, as a phrase for users; empty if it is its backend's first."""
 
     @abstractmethod
     def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
@@ -42,6 +44,8 @@ class Layout(ABC):
         and shapes.
 
         Raises:
+            DoesNotFitError: nor weights with such values, which the next of a backend's layouts
+                may hold; not on "meta".
             UnsupportedError: the layout does not hold weights of this format or these sizes.
         """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
     why_not_kernels_for,
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
     from moequant.runtime.workload import Workload
 
 _FORMATS = ("fp8_channel", "fp8_tensor")
+_ACTIVATIONS = ("fp8_token", FP8_TENSOR, "fp8_static")
 
 
 class Sm90Fp8Channel(Backend):
     """FP8 x FP8 GEMMs: scales of weight rows and of tokens are applied to the sums in float32.
 
-    Activations are quantized to FP8 per token, or with the static scales that came with the
-    weights, which takes up to two launches more; hidden states as `quantize_activations` does. The
+    Activations are quantized to FP8 per token; or with the static scales that came with the
+    weights, which takes up to two launches more; or with one scale of all tokens, which takes up to
+    six more. Hidden states are, as `quantize_activations` does. The
     result of the activation function is rounded to bfloat16 before that, as is an expert's result,
     whatever the dtype of the hidden states; the sum over a token's experts is float32. Every
     activation function, with biases or without. Nothing is read on the host: an id that is out of
@@ -40,7 +43,7 @@ class Sm90Fp8Channel(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, _FORMATS, activations=("fp8_token", "fp8_static"))
+        reason = why_not_kernels_for(workload, _FORMATS, activations=_ACTIVATIONS)
         return reason or _why_not_sizes(workload) or why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
@@ -61,6 +64,7 @@ class Sm90Fp8Channel(Backend):
             act_fn=workload.act_fn,
             static13=scale_of("gate_up") if static else None,
             static2=scale_of("down") if static else None,
+            tensor_scale=workload.activations == FP8_TENSOR,
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 

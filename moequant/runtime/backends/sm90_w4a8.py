@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moequant.errors import UnsupportedError
-from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
+from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_group_scaled_layout, mxfp4_layout
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
@@ -37,6 +37,8 @@ class W4a8Panels(Layout):
     name = "w4a8_panels"
     version = 1
     format: ClassVar[str] = "w4a8"
+    panels: ClassVar[tuple[str, str]] = ("w13_panels", "w2_panels")
+    """Names of the tensors of gate and up, and of down."""
 
     def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         return int4_layout.pack(weights)
@@ -56,21 +58,26 @@ class W4a8Panels(Layout):
         first = {name: (q.qdata, q.scale) for name, q in weights.projections().items()}
         down = {"down": first.pop("down")}
         biases = stack_biases(weights, weights.intermediate)
-        return {"w13_panels": self._pack(first), "w2_panels": self._pack(down), **biases}
+        w13, w2 = self.panels
+        return {w13: self._pack(first), w2: self._pack(down), **biases}
 
     def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
         """See `Layout.unpack`; codes and scales are copies."""
         I, H = workload.intermediate, workload.hidden
-        w13 = self._unpack(tensors["w13_panels"], I, H, gated=workload.act_fn.gated)
-        w2 = self._unpack(tensors["w2_panels"], H, I, gated=False)
-        return weights_of_panels([(*w, None) for w in (*w13, *w2)], tensors, workload)
+        w13, w2 = (tensors[name] for name in self.panels)
+        first = self._unpack(w13, I, H, gated=workload.act_fn.gated)
+        down = self._unpack(w2, H, I, gated=False)
+        return weights_of_panels([(*w, None) for w in (*first, *down)], tensors, workload)
 
 
 class Mxfp4Panels(W4a8Panels):
-    """As `W4a8Panels`, of mxfp4: FP8 products want E8M0 scales folded into exponents."""
+    """As `W4a8Panels`, of mxfp4: FP8 products want E8M0 scales folded into exponents.
+
+    It does not hold weights whose scales lie further apart than that is exact.
+    """
 
     name = "mxfp4_fp8_panels"
-    version = 2
+    version = 3
     format = "mxfp4"
 
     def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
@@ -80,6 +87,29 @@ class Mxfp4Panels(W4a8Panels):
         self, packed: Tensor, n_out: int, K: int, *, gated: bool
     ) -> list[tuple[Tensor, Tensor]]:
         return mxfp4_layout.unpack(packed, n_out, K, gated=gated)
+
+
+class Mxfp4GroupScaledPanels(W4a8Panels):
+    """As `Mxfp4Panels`, for any scales: every group keeps its own.
+
+    w13_group_scaled_panels, w2_group_scaled_panels  in place of w13_panels, w2_panels
+
+    The names differ, because kernels would misread the one as the other.
+    """
+
+    name = "mxfp4_fp8_group_scaled_panels"
+    version = 1
+    why = "weights whose scales lie more than eleven octaves apart within a row"
+    format = "mxfp4"
+    panels = ("w13_group_scaled_panels", "w2_group_scaled_panels")
+
+    def _pack(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        return mxfp4_group_scaled_layout.pack(weights)
+
+    def _unpack(
+        self, packed: Tensor, n_out: int, K: int, *, gated: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        return mxfp4_group_scaled_layout.unpack(packed, n_out, K, gated=gated)
 
 
 class Sm90W4a8(Backend):
@@ -97,6 +127,10 @@ class Sm90W4a8(Backend):
     default_on = ("cuda",)
     layout: ClassVar[W4a8Panels] = W4a8Panels()
 
+    def layout_of(self, tensors: Mapping[str, Tensor]) -> W4a8Panels:
+        """See `Backend.layout_of`."""
+        return self.layout
+
     def supports(self, workload: Workload) -> str | None:
         """Needs the format of its layout, activations in FP8 per token, SM90, triton and NVRTC."""
         reason = why_not_kernels_for(workload, (self.layout.format,), activations=("fp8_token",))
@@ -108,12 +142,22 @@ class Sm90W4a8(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
+        from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import (
+            Mxfp4Fp8Weights,
+            Mxfp4GroupScaledWeights,
+            W4a8Weights,
+        )
 
-        kernels = Mxfp4Fp8Weights if workload.format == "mxfp4" else W4a8Weights
-        weights = kernels(
-            w13=tensors["w13_panels"],
-            w2=tensors["w2_panels"],
+        layout = self.layout_of(tensors)
+        kernels: dict[Layout, type[W4a8Weights]] = {
+            W4a8Panels(): W4a8Weights,
+            Mxfp4Panels(): Mxfp4Fp8Weights,
+            Mxfp4GroupScaledPanels(): Mxfp4GroupScaledWeights,
+        }
+        w13, w2 = (tensors[name] for name in layout.panels)
+        weights = kernels[layout](
+            w13=w13,
+            w2=w2,
             hidden=workload.hidden,
             intermediate=workload.intermediate,
             bias13=tensors.get("w13_bias"),
@@ -126,10 +170,22 @@ class Sm90W4a8(Backend):
 class Sm90Mxfp4Fp8(Sm90W4a8):
     """MXFP4 x FP8 GEMMs, for `activations="fp8_token"`; otherwise as `Sm90W4a8`.
 
-    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for 256 columns of a
-    row. That is exact where these eight scales lie at most eleven octaves apart; weights of which
-    that is not so are refused when they are packed.
+    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for each row. That is
+    exact where the scales of a row lie at most eleven octaves apart, but for those of groups of
+    zeros. A layer of which that is not so is packed in a second layout, whose kernels add
+    up the products of each group in float32, times the token's scale and then the group's. So it
+    overflows or underflows only where products of dequantized float32 weights and activations do.
     """
 
     name = "sm90_mxfp4_fp8"
     layout = Mxfp4Panels()
+    group_scaled: ClassVar[W4a8Panels] = Mxfp4GroupScaledPanels()
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """See `Backend.layouts`."""
+        return (self.layout, self.group_scaled)
+
+    def layout_of(self, tensors: Mapping[str, Tensor]) -> W4a8Panels:
+        """See `Backend.layout_of`."""
+        return self.layout if self.layout.panels[0] in tensors else self.group_scaled

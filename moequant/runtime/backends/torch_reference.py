@@ -9,12 +9,20 @@ import torch
 from torch.nn.functional import linear, pad
 
 from moequant.formats import dequantize
-from moequant.runtime.activations import GROUPS, NVFP4_STATIC, SCHEMES, quantize_activations
+from moequant.runtime.activations import (
+    FP8_TENSOR,
+    GROUPS,
+    NVFP4_STATIC,
+    SCHEMES,
+    quantize_activations,
+)
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.routed import StandardExperts
 from moequant.runtime.capture import capturing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moequant.formats import QuantizedWeight
@@ -40,21 +48,50 @@ class ReferenceExperts(StandardExperts):
         """See `StandardExperts.run_sorted`."""
         weights, scheme = self.weights(), self.workload.activations
         token = permutation.token
-        size = (token.shape[0], weights.hidden)
-        rows = torch.zeros(size, dtype=torch.float32, device=token.device)
+        if scheme == FP8_TENSOR:
+            h = self._each_expert(
+                permutation,
+                weights.intermediate,
+                lambda e, rows: activate(activations.take(token[rows]), weights, e, scheme),
+            )
+            # Rows of no expert are 0, which makes no scale larger.
+            h = quantize_activations(h, scheme).dequantize()
+            return self._each_expert(
+                permutation, weights.hidden, lambda e, rows: project(h[rows], weights, e)
+            )
         if capturing(token.device):
-            begin, end = permutation.offsets[:-1], permutation.offsets[1:]
+            # All tokens once, which are fewer than their rows.
+            return self._each_expert(
+                permutation,
+                weights.hidden,
+                lambda e, rows: run_expert(activations, weights, e, scheme)[token],
+            )
+        return self._each_expert(
+            permutation,
+            weights.hidden,
+            lambda e, rows: run_expert(activations.take(token[rows]), weights, e, scheme),
+        )
+
+    def _each_expert(
+        self, permutation: Permutation, columns: int, compute: Callable[[int, slice], Tensor]
+    ) -> Tensor:
+        """What `compute` makes of each expert's rows: [M * T, columns] float32, 0 in the others.
+
+        Within a capture, each expert is given all rows, and its own are taken of the result.
+        """
+        token, offsets = permutation.token, permutation.offsets
+        size = (token.shape[0], columns)
+        result = torch.zeros(size, dtype=torch.float32, device=token.device)
+        if capturing(token.device):
             row = torch.arange(token.shape[0], device=token.device)[:, None]
-            for e in range(weights.experts):
-                y = run_expert(activations, weights, e, scheme)[token]
-                rows = torch.where((row >= begin[e]) & (row < end[e]), y, rows)
-            return rows
-        offsets = permutation.offsets.tolist()
-        for e, (begin, end) in enumerate(pairwise(offsets)):
+            for e in range(self.workload.experts):
+                here = (row >= offsets[e]) & (row < offsets[e + 1])
+                result = torch.where(here, compute(e, slice(None)), result)
+            return result
+        for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
             if begin < end:
-                x = activations.take(token[begin:end])
-                rows[begin:end] = run_expert(x, weights, e, scheme)
-        return rows
+                result[begin:end] = compute(e, slice(begin, end))
+        return result
 
 
 class TorchReference(Backend):
@@ -96,20 +133,35 @@ def run_expert(x: Activations, weights: ExpertWeights, e: int, scheme: str) -> T
         x: R rows in `scheme`, or not quantized for "nvfp4_static", whose scale is the expert's.
         weights: the experts.
         e: which.
-        scheme: how the values between the GEMMs are quantized.
+        scheme: how the values between the GEMMs are quantized, row by row.
     """
-    R = x.qdata.shape[0]
+    h = activate(x, weights, e, scheme)
+    static = weights.static_scale("down", e if scheme == NVFP4_STATIC else None)
+    h = quantize_activations(h, scheme, static_scale=static).dequantize()
+    return project(h, weights, e)
+
+
+def activate(x: Activations, weights: ExpertWeights, e: int, scheme: str) -> Tensor:
+    """act_fn(gate(x), up(x)) of expert `e`, not quantized: [R, I] float32; see `run_expert`."""
     if scheme == NVFP4_STATIC:
         static = weights.static_scale("gate_up", e)
         x = quantize_activations(x.qdata, scheme, static_scale=static)
-    padded = pad(x.dequantize(), (0, 0, 0, -R % ROW_MULTIPLE))
+    rows = _padded(x.dequantize())
     gate = None
     if weights.gate is not None:
-        gate = _linear(padded, weights.gate[e], weights.gate_bias, e)
-    h = weights.act_fn(gate, _linear(padded, weights.up[e], weights.up_bias, e))
-    static = weights.static_scale("down", e if scheme == NVFP4_STATIC else None)
-    h = quantize_activations(h, scheme, static_scale=static).dequantize()
-    return _linear(h, weights.down[e], weights.down_bias, e)[:R]
+        gate = _linear(rows, weights.gate[e], weights.gate_bias, e)
+    h = weights.act_fn(gate, _linear(rows, weights.up[e], weights.up_bias, e))
+    return h[: x.qdata.shape[0]]
+
+
+def project(h: Tensor, weights: ExpertWeights, e: int) -> Tensor:
+    """down(h) of expert `e` for [R, I] float32: [R, H] float32."""
+    return _linear(_padded(h), weights.down[e], weights.down_bias, e)[: h.shape[0]]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """See ROW_MULTIPLE."""
+    return pad(x, (0, 0, 0, -x.shape[0] % ROW_MULTIPLE))
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, e: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import Experts, Projection
-from moequant.runtime.activations import FP8_SCHEMES
+from moequant.runtime.activations import FP8_SCHEMES, FP8_TENSOR
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable
 from moequant.runtime.backends.planned import PlannedExperts
@@ -136,16 +136,17 @@ def why_not_portable(workload: Workload) -> str | None:
 
 def portable_experts(weights: ExpertWeights, activations: str) -> Experts:
     """The weights as `moequant.kernels.portable` takes them: views."""
-    static = activations == "fp8_static"
+    static, tensor_scale = activations == "fp8_static", activations == FP8_TENSOR
     return Experts(
         gate=None if weights.gate is None else _projection(weights.gate, weights.gate_bias),
         up=_projection(weights.up, weights.up_bias),
         down=_projection(weights.down, weights.down_bias),
         act_fn=weights.act_fn,
         # What differs is the quantization alone.
-        activations="fp8_token" if static else activations,
+        activations="fp8_token" if static or tensor_scale else activations,
         up_static=weights.static_scale("gate_up") if static else None,
         down_static=weights.static_scale("down") if static else None,
+        tensor_scale=tensor_scale,
     )
 
 

@@ -1,8 +1,9 @@
-"""Runs PTX for SM90 on a CPU, warp by warp: as much of it as the grouped GEMM is compiled to.
+"""Runs PTX on a CPU, warp by warp: as much of it as grouped GEMMs for SM90 and SM100 compile to.
 
 What instructions do is from the PTX ISA 9.0 manual: fragments of wgmma and stmatrix, the 128-byte
-swizzle, mbarriers. WGMMA and TMA are done when they are issued and sums are float32, so this finds
-wrong addresses, layouts, masks and deadlocks, and neither races nor what the hardware rounds.
+swizzle, mbarriers, tensor memory and the scales in it. MMAs, copies and TMA are done when they are
+issued and sums are float32, so this finds wrong addresses, layouts, masks and deadlocks, and
+neither races nor what the hardware rounds.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ import numpy as np
 import torch
 
 LANES = np.arange(32)
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+E4M3, E8M0 = (
+    torch.arange(256, dtype=torch.uint8).view(dtype).float().nan_to_num(torch.nan).numpy()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+)
+E2M1 = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 SHARED_BASE = 1024  # not 0, so that an address without it is out of range
 WIDTHS = {"b64": 64, "s64": 64, "u64": 64, "b16": 16, "s16": 16, "u16": 16, "s8": 8, "pred": 1}
 NOTHING = ("wgmma.fence", "wgmma.commit", "wgmma.wait", "setmaxnreg", "griddepcontrol", "fence.")
 
 
 class TensorMap:
-    """A TMA descriptor of uint8 [rows, columns]; what lies outside reads as 0."""
+    """A TMA descriptor of [rows, columns], one byte or int64; what lies outside reads as 0.
+
+    Boxes of bytes have the 128-byte swizzle, others lie as they are.
+    """
 
     def __init__(self, tensor, box):
-        self.tensor, self.box = tensor.view(torch.uint8).numpy(), box
+        self.tensor, self.size_bytes = tensor.view(torch.uint8).numpy(), tensor.itemsize
+        self.rows, self.columns_bytes = box[0], box[1] * self.size_bytes
+        self.swizzled = self.size_bytes == 1
 
 
 class Memory:
@@ -94,6 +104,8 @@ class Cta:
         self.block, self.grid, self.threads = block, grid, threads
         self.shared = np.full(SHARED_BASE + shared_bytes, 0xFF, dtype=np.uint8)
         self.barriers, self.waiting = {}, defaultdict(set)
+        # Of SM100: 128 lanes of 512 words, in use from alloc to dealloc.
+        self.tensor_memory, self.allocated = np.full((128, 512), 0xFFFFFFFF, dtype=np.uint32), 0
 
     def run(self):
         """Each warp as far as it comes, in turn."""
@@ -101,6 +113,7 @@ class Cta:
         while any(warp.alive() for warp in warps):
             moved = [warp.advance() for warp in warps if warp.alive()]
             assert any(moved), "deadlock"
+        assert not self.allocated, "tensor memory that is not freed"
 
 
 class Warp:
@@ -141,6 +154,8 @@ class Warp:
             place = {"%tid.x": 32 * self.index + LANES, "%ctaid.x": self.cta.block}
             place["%nctaid.x"] = self.cta.grid
             return np.broadcast_to(place[operand], 32).astype(np.uint64)
+        if operand == "%cluster_ctarank":
+            return np.zeros(32, dtype=np.uint64)
         if operand[0] == "%" or operand in ("p", "P1"):
             return self.registers[operand]
         if operand == "__dynamic_shmem__0":
@@ -192,7 +207,8 @@ class Warp:
             "mbarrier": self.mbarrier, "cp": self.load_box, "wgmma": self.multiply,
             "stmatrix": self.store_matrices, "ld": self.load, "st": self.store,
             "shfl": self.shuffle, "elect": self.elect, "mov": self.move, "cvt": self.convert,
-            "setp": self.compare, "cvta": lambda kinds, o: self.put(o[0], self.value(o[1])),
+            "setp": self.compare, "tcgen05": self.tensor_core,
+            "cvta": lambda kinds, o: self.put(o[0], self.value(o[1])),
         }  # fmt: skip
         if name in special:
             special[name](kinds, operands)
@@ -220,6 +236,7 @@ class Warp:
             "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b,
             "mad": lambda: a * b + others[1], "neg": lambda: -a, "not": lambda: ~a,
             "div": lambda: (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b),
+            "rem": lambda: (np.abs(a) % np.abs(b)) * np.sign(a),
             "min": lambda: np.minimum(a, b), "and": lambda: a & b, "or": lambda: a | b,
             "xor": lambda: a ^ b, "shl": lambda: a << b, "shr": lambda: a >> b,
         }[name]()  # fmt: skip
@@ -236,21 +253,27 @@ class Warp:
         self.put(operands[0], getattr(np, relations[relation])(a, b))
 
     def move(self, kinds, operands):
-        to, source = operands
+        (to, source), width = operands, WIDTHS.get(kinds[0], 32)
+        half = np.uint64(width // 2)
         if source[0] == "{":
             low, high = (self.value(o) for o in re.findall(r"%\w+", source))
-            self.put(to, low | (high << np.uint64(32)))
+            self.put(to, low | (high << half), width)
         elif to[0] == "{":
-            for i, part in enumerate(re.findall(r"%\w+", to)):
-                self.put(part, self.value(source) >> np.uint64(32 * i), 32)
+            for i, part in enumerate(re.findall(r"[%\w]+", to)):
+                if part != "_":
+                    self.put(part, self.value(source) >> half * np.uint64(i), int(half))
         else:
-            self.put(to, self.value(source), WIDTHS.get(kinds[0], 32))
+            self.put(to, self.value(source), width)
 
     def convert(self, kinds, operands):
         if kinds == ["rn", "bf16x2", "f32"]:
             high, low = (torch.from_numpy(self.floats(o).copy()) for o in operands[1:])
             pair = torch.stack([low, high], 1).bfloat16().view(torch.int32)
             self.put(operands[0], pair.flatten().numpy(), 32)
+            return
+        if kinds == ["rn", "bf16", "f32"]:
+            number = torch.from_numpy(self.floats(operands[1]).copy()).bfloat16()
+            self.put(operands[0], number.view(torch.int16).numpy(), 16)
             return
         to, source = kinds
         width = WIDTHS.get(source, 32)
@@ -331,21 +354,23 @@ class Warp:
         return done
 
     def load_box(self, kinds, operands):
-        """cp.async.bulk.tensor.2d with the 128-byte swizzle."""
+        """cp.async.bulk.tensor.2d."""
         (lane,) = self.lanes()
         to, barrier = self.address(operands[0])[lane], self.address(operands[2])[lane]
         source = re.fullmatch(r"\[(%\w+), \{(%\w+), (%\w+)\}\]", operands[1])
         tensor_map = self.cta.parameters[int(self.value(source[1])[lane])]
         column, row = (int(self.signed(source[i], 32)[lane]) for i in (2, 3))
-        rows, columns = tensor_map.box
+        rows, columns = tensor_map.rows, tensor_map.columns_bytes
+        first = column * tensor_map.size_bytes
         box = np.zeros((rows, columns), dtype=np.uint8)
-        part = tensor_map.tensor[row : row + rows, column : column + columns]
+        part = tensor_map.tensor[row : row + rows, first : first + columns]
         assert row >= 0
         assert column >= 0
         box[: part.shape[0], : part.shape[1]] = part
-        at = swizzled(to + np.arange(rows * columns))
+        at = to + np.arange(box.size)
         assert to >= SHARED_BASE
-        self.cta.shared[at] = box.reshape(-1)
+        assert to % 128 == 0
+        self.cta.shared[swizzled(at) if tensor_map.swizzled else at] = box.reshape(-1)
         self.cta.barriers[barrier].arrive(expected=-box.size)
 
     def multiply(self, kinds, operands):
@@ -356,7 +381,7 @@ class Warp:
         first = 16 * (self.index % 4)
         a = self.operand(operands[1], range(first, first + 16))
         b = self.operand(operands[2], range(n))
-        product = a @ b.T
+        product = E4M3[a] @ E4M3[b].T
         assert operands[4:] == ["1", "1"]
         keep = self.value(operands[3]) != 0
         for i, register in enumerate(sums):
@@ -365,14 +390,104 @@ class Warp:
             self.put_floats(register, before + product[row, column])
 
     def operand(self, descriptor, rows):
-        """[rows, 32] numbers that a shared memory descriptor names."""
-        (bits,) = {int(v) for v in self.value(descriptor)}
+        """[rows, 32] bytes that a shared memory descriptor names."""
+        (bits,) = {int(v) for v in self.value(descriptor)[self.mask]}
         assert bits >> 62 == 1  # the 128-byte swizzle
         assert bits >> 49 & 7 == 0
         start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
         row = np.array(rows)[:, None]
         at = start + row // 8 * stride + row % 8 * 128 + np.arange(32)
-        return E4M3[self.cta.shared[swizzled(at)]]
+        return self.cta.shared[swizzled(at)]
+
+    def tensor_core(self, kinds, operands):
+        """tcgen05: tensor memory, and the MMA into it."""
+        assert "cta_group::1" in kinds or kinds[0] in ("ld", "wait::ld")
+        if "aligned" in kinds:
+            assert self.mask.all()
+        {
+            "alloc": self.allocate, "dealloc": self.free, "cp": self.copy_scales,
+            "mma": self.multiply_scaled, "commit": self.commit, "ld": self.load_sums,
+            "relinquish_alloc_permit": lambda *_: None, "wait::ld": lambda *_: None,
+        }[kinds[0]](kinds, operands)  # fmt: skip
+
+    def allocate(self, kinds, operands):
+        assert not self.cta.allocated
+        self.cta.allocated = int(self.value(operands[1])[0])
+        assert self.cta.allocated in (32, 64, 128, 256, 512)
+        self.bytes_at("shared", self.address(operands[0])[0], 4)[:] = 0
+
+    def free(self, kinds, operands):
+        assert [int(self.value(o)[0]) for o in operands] == [0, self.cta.allocated]
+        self.cta.allocated = 0
+
+    def commit(self, kinds, operands):
+        """What the thread issued is done, so the barrier gets its arrival now."""
+        (lane,) = self.lanes()
+        self.cta.barriers[self.address(operands[0])[lane]].arrive(1)
+
+    def of_one_lane(self, operand):
+        """The value of a register or address for the one active lane."""
+        (lane,) = self.lanes()
+        return self.address(operand)[lane]
+
+    def words(self, address, columns, lanes=slice(None)):
+        """[lanes, columns] of tensor memory, a view."""
+        first = address & 0xFFFF
+        assert first + columns <= self.cta.allocated
+        return self.cta.tensor_memory[lanes, first : first + columns]
+
+    def copy_scales(self, kinds, operands):
+        """32 rows of 16 bytes, to every 32 lanes."""
+        assert kinds[2:] == ["32x128b", "warpx4"]
+        to, bits = (self.of_one_lane(o) for o in operands)
+        assert bits >> 61 == 0  # no swizzle
+        assert bits >> 46 & 7 == 1
+        assert to >> 16 == 0
+        start, stride = (bits & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+        row = np.arange(32)[:, None]
+        at = start + row // 8 * stride + row % 8 * 16 + np.arange(16)
+        assert at.min() >= SHARED_BASE
+        self.words(to, 4)[:] = np.tile(self.cta.shared[at].view(np.uint32), (4, 1))
+
+    def multiply_scaled(self, kinds, operands):
+        """128 x 128 x 64 of E2M1 with a scale for 16 or 32 columns."""
+        assert "block_scale" in kinds
+        groups = {"block16": 4, "scale_vec::4X": 4, "block32": 2, "scale_vec::2X": 2}[kinds[4]]
+        descriptor = self.of_one_lane(operands[3])
+        assert descriptor >> 31 == 0  # K is 64
+        assert descriptor >> 17 & 0x3F == 128 // 8
+        assert descriptor >> 27 & 3 == 128 // 128
+        assert (descriptor >> 7 & 7, descriptor >> 10 & 3) == (1, 1)  # E2M1
+        table = E8M0 if descriptor >> 23 & 1 else E4M3
+        numbers = []
+        for operand, scales, shift in ((1, 4, 29), (2, 5, 4)):
+            codes = self.operand(operands[operand], range(128))
+            pairs = np.stack([codes & 15, codes >> 4], -1).reshape(128, 64)
+            first = descriptor >> shift & 3
+            assert first % groups == 0
+            place = self.of_one_lane(operands[scales])
+            assert place >> 30 == first
+            # Column j has the scales of rows 32 * j on, by lane, four to a word; every 32 lanes do.
+            quarters = self.words(place, 4).reshape(4, 32, 4)
+            assert (quarters == quarters[0]).all()
+            scale = np.ascontiguousarray(quarters[0].T).view(np.uint8).reshape(128, 4)
+            scale = table[scale[:, first : first + groups]]
+            numbers.append(E2M1[pairs] * scale.repeat(64 // groups, 1))
+        to = self.words(self.of_one_lane(operands[0]), 128).view(np.float32)
+        (lane,) = self.lanes()
+        before = to if self.value(operands[6])[lane] else np.float32(0)
+        to[:] = before + numbers[0] @ numbers[1].T
+
+    def load_sums(self, kinds, operands):
+        """A word of each column for each lane, of the warp's own 32."""
+        registers = re.findall(r"%\w+", operands[0])
+        assert kinds[3:] == ["32x32b", f"x{len(registers)}", "b32"]
+        (address,) = set(self.address(operands[1]))
+        first = 32 * (self.index % 4)
+        assert address >> 16 == first
+        words = self.words(address, len(registers), slice(first, first + 32))
+        for register, column in zip(registers, words.T, strict=True):
+            self.put(register, column.astype(np.uint64))
 
     def store_matrices(self, kinds, operands):
         """stmatrix of 8 x 8 matrices, transposed."""

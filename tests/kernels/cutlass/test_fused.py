@@ -91,10 +91,10 @@ def call_of(dtype=torch.float32, seed=1):
     return hidden, topk_weights, ids
 
 
-def packed_by(name, weights):
+def packed_by(name, weights, activations="format"):
     """As the backend packs them, which runs on GPUs alone."""
     backend = REGISTRY[name]
-    return backend.load(backend.layout.pack(weights), workload_of(weights, "format"))
+    return backend.load(backend.layout.pack(weights), workload_of(weights, activations))
 
 
 def check(got, weights, call, **options):
@@ -119,6 +119,32 @@ def test_batches_too(act_fn, biases):
     tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_token")
     rows = packed_by("cutlass_fp8_batched", weights).run_batches(tokens)
     check(finalize_batched(rows, routing, places), weights, (hidden, topk_weights, ids))
+
+
+@pytest.mark.parametrize("act_fn", [SWIGLUOAI, RELU2], ids=str)
+def test_one_scale_of_all_tokens_and_of_all_rows(act_fn):
+    weights, call = weights_of(act_fn, biases=True), call_of(torch.bfloat16)
+    call[2][3:5] = -1
+    packed = packed_by("cutlass_fp8", weights, "fp8_tensor")
+    # Bytes of the largest numbers, which would make the largest scales.
+    memory = torch.full((packed.workspace_bytes(M, T),), 0x7F, dtype=torch.uint8)
+    got = run_experts(packed, *call, workspace=memory)
+    check(got, weights, call, activations="fp8_tensor")
+    x = quantize_activations(call[0], "fp8_tensor")
+    quantized = run_experts(packed, x.qdata, *call[1:], hidden_scale=x.scale, workspace=memory)
+    assert torch.equal(quantized, got)
+    assert not torch.equal(run_experts(packed_by("cutlass_fp8", weights), *call), got)
+
+
+def test_one_scale_of_all_rows_in_batches():
+    weights, (hidden, topk_weights, ids) = weights_of(SWIGLUOAI, biases=True), call_of()
+    routing = route(topk_weights, ids, experts=E)
+    tokens, places = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="fp8_tensor")
+    beyond = torch.arange(M)[None, :] >= tokens.counts[:, None]
+    tokens.scale[beyond] = torch.nan
+    rows = packed_by("cutlass_fp8_batched", weights, "fp8_tensor").run_batches(tokens)
+    got = finalize_batched(rows, routing, places)
+    check(got, weights, (hidden, topk_weights, ids), activations="fp8_tensor")
 
 
 def test_the_ids_of_other_ranks():

@@ -449,6 +449,34 @@ def test_batches_are_the_rows_of_their_experts(variant, act, given, launches, no
         check(got[expert, list(rows)].float(), want)
 
 
+@on_cpu
+@pytest.mark.filterwarnings("ignore:.* encountered in")  # NumPy, in the interpreter
+def test_nothing_is_read_on_the_host(launches, no_stream, host_reads, monkeypatch):
+    # In place of the model, which reads, one that leaves what memory holds; the other kernels are
+    # Triton's, which see addresses.
+    monkeypatch.setattr(module, "Launch", lambda *of: launches.append(of) or (lambda stream: None))
+    M, T, experts, H = 5, 2, 3, 96
+    tensors = layer_of(NVFP4, SILU, ("w13_input_scale", "w2_input_scale"), experts, H, 160)
+    size = WorkspaceArena()
+    Fp4Plan(NVFP4, tensors, SILU, M, T, size)
+    plan = Fp4Plan(
+        NVFP4,
+        tensors,
+        SILU,
+        M,
+        T,
+        WorkspaceArena(torch.zeros(size.size_bytes, dtype=torch.uint8)),
+    )
+    ids, counts = torch.zeros(M, T, dtype=torch.int32), torch.tensor([1, 0, 4]).int()
+    with host_reads as reads:
+        plan(torch.ones(M, H), torch.ones(M, T), ids, torch.empty(M, H))
+        batched_experts(NVFP4, tensors, SILU, torch.ones(experts, 4, H), counts)
+        assert not reads.found
+        assert bool(counts[0])
+        assert reads.found
+    assert len(launches) == 4
+
+
 def test_batches_without_places_have_no_result(launches):
     tensors = layer_of(NVFP4, SILU, (), 2, 32, 32)
     got = batched_experts(NVFP4, tensors, SILU, torch.ones(2, 0, 32), torch.zeros(2).int())

@@ -10,7 +10,11 @@ HEAVIEST = ("fp8_block/format/bfloat16", "nvfp4/none/bfloat16", "w4a8/none/float
 EVERY = tuple(
     f"{format}/{activations}/{dtype}"
     for format in RUNNABLE
-    for activations, dtype in (("format", "bfloat16"), ("none", "float32"))
+    for activations, dtype in (
+        ("format", "bfloat16"),
+        ("fp8_tensor", "bfloat16"),
+        ("none", "float32"),
+    )
 )
 
 
@@ -18,6 +22,7 @@ EVERY = tuple(
     ("capability", "cases"),
     [
         (80, HEAVIEST),
+        (90, ("fp8_tensor/fp8_tensor/bfloat16",)),
         (120, HEAVIEST[:2]),
         *(pytest.param(capability, EVERY, marks=pytest.mark.full) for capability in SHARED),
     ],

@@ -177,12 +177,19 @@ def test_a_batch_for_each_expert_computes_the_same(weights, call, format, option
         check(got, want, scheme)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "w4a8", "fp8_tensor"])
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [
+        ("fp8_block", "fp8_group128"),
+        ("w4a8", "fp8_token"),
+        ("fp8_tensor", "fp8_token"),
+        ("fp8_tensor", "fp8_tensor"),
+    ],
+)
 def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here(
-    weights, call, format
+    weights, call, format, scheme
 ):
     w, (hidden, topk_weights, ids) = weights(format), call(dtype=torch.bfloat16)
-    scheme = get_format(format).activations
     packed, x = packed_for(w, scheme), quantize_activations(hidden, scheme)
     size = packed.workspace_bytes(9, 2)
     memory = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -192,6 +199,47 @@ def test_hidden_states_that_come_quantized_give_the_bits_of_those_quantized_here
     none = fused_experts(packed, x.qdata[:0], topk_weights[:0], ids[:0], hidden_scale=x.scale[:0])
     assert none.shape == (0, 256)
     assert none.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("format", "options"), [("fp8_channel", {"biases": True}), ("fp8_tensor", {"act_fn": RELU2})]
+)
+def test_one_scale_of_all_tokens_and_of_all_rows(weights, call, format, options):
+    w, (hidden, topk_weights, ids) = weights(format, **options), call()
+    ids[3:5] = -1
+    packed = packed_for(w, "fp8_tensor")
+    reference = FusedExperts(w, backend="torch_reference", activations="fp8_tensor")
+    want = reference(hidden, topk_weights, ids)
+    # Bytes of the largest numbers, which would make the largest scales.
+    memory = torch.full((packed.workspace_bytes(9, 2),), 0x7F, dtype=torch.uint8, device=DEVICE)
+    check(fused_experts(packed, hidden, topk_weights, ids, workspace=memory), want, "fp8_tensor")
+
+    x = quantize_activations(hidden, "fp8_tensor")
+    routing = route(topk_weights, ids, experts=4)
+    tokens, places = lay_out(x, routing, experts=4, capacity=9)
+    beyond = torch.arange(9, device=DEVICE)[None, :] >= tokens.counts[:, None]
+    tokens.scale[beyond] = torch.nan
+    rows = batched_experts(
+        packed.kernel_weights, tokens.qdata.view(torch.uint8), tokens.scale, tokens.counts
+    )
+    # bfloat16 rows, truncated by the interpreter.
+    batched = finalize_batched(rows, routing, places)
+    assert (batched - want).norm() <= 2.0**-7 * want.norm()
+
+
+def test_zeros_with_one_scale_are_zeros(weights, call):
+    hidden, topk_weights, ids = call()
+    packed = packed_for(weights("fp8_tensor"), "fp8_tensor")
+    assert not fused_experts(packed, torch.zeros_like(hidden), topk_weights, ids).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_nan_or_inf_in_a_token_makes_all_that_share_its_scale_nan(weights, call, poison):
+    hidden, topk_weights, ids = call()
+    hidden[4, 7] = poison
+    packed = packed_for(weights("fp8_tensor"), "fp8_tensor")
+    assert fused_experts(packed, hidden, topk_weights, ids).isnan().all()
 
 
 def test_static_scales_of_activations(weights, call):

@@ -28,7 +28,11 @@ from moequant.kernels.sm90_fp8_channel import sm90_fp8_channel_fused
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
 from moequant.kernels.sm90_w4a8 import mxfp4_layout
 from moequant.kernels.sm90_w4a8.int4_layout import PANEL_BYTES
-from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import (
+    Mxfp4Fp8Weights,
+    Mxfp4GroupScaledWeights,
+    W4a8Weights,
+)
 from moequant.kernels.sm90_w4a16.layout import panel_bytes
 from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Weights, W4a16Weights
 
@@ -67,12 +71,14 @@ def w4a8_weights(experts, hidden, intermediate, device="meta", **fields):
     )
 
 
-def mxfp4_weights(experts, hidden, intermediate, device="meta", **fields):
+def mxfp4_weights(
+    experts, hidden, intermediate, device="meta", *, weights=Mxfp4Fp8Weights, **fields
+):
     def panels(count, blocks):
         shape = (experts, count, blocks, mxfp4_layout.PANEL_BYTES)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    return Mxfp4Fp8Weights(
+    return weights(
         w13=panels(intermediate // 64, hidden // 128),
         w2=panels(-(-hidden // 128), intermediate // 128),
         hidden=hidden,
@@ -121,6 +127,7 @@ FAMILIES = {
     "fp8_tensor": partial(fp8_channel_weights, per_matrix=True),
     "w4a8": w4a8_weights,
     "mxfp4_fp8": mxfp4_weights,
+    "mxfp4_fp8_group_scaled": partial(mxfp4_weights, weights=Mxfp4GroupScaledWeights),
     "nvfp4": partial(w4a16_weights, "nvfp4"),
     "mxfp4": partial(w4a16_weights, "mxfp4"),
 }

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from moequant.act_fn import RELU2, SWIGLUOAI
 from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
+from moequant.kernels import tensor_scale
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.sm90 import fused, quantize_permute
 from moequant.kernels.sm90.tiling import Tiling
@@ -146,14 +147,57 @@ def test_static_scales_count_instead_of_those_of_tokens(monkeypatch, tiling, sca
 
 
 @every_tiling
-@pytest.mark.parametrize("static", [False, True])
-def test_hidden_states_that_come_quantized_give_the_same_bits(monkeypatch, tiling, static):
-    weights, scale = layer("fp8_tensor"), torch.tensor([0.005])
-    if static:
-        weights = replace(weights, gate_up_input_scale=scale, down_input_scale=scale)
-    want = check(weights, tiling=tiling, monkeypatch=monkeypatch)
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
+def test_one_scale_counts_for_all_tokens(monkeypatch, tiling, format):
+    monkeypatch.setattr(tensor_scale, "_PROGRAMS", 4)  # fewer than tokens and rows
+    weights = layer(format, bias=True)
+    got = check(weights, tiling=tiling, monkeypatch=monkeypatch, activations="fp8_tensor")
+    by_token = check(weights, tiling=tiling, monkeypatch=monkeypatch)
+    assert not torch.equal(got, by_token)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_no_row_or_byte_that_no_expert_computes_makes_a_scale_larger(byte):
+    weights = layer("fp8_tensor")
+    module = FusedExperts(weights, backend=NAME, activations="fp8_tensor")
     hidden, topk_weights, ids = inputs(9)
-    scheme = "fp8_static" if static else "fp8_token"
-    x = quantize_activations(hidden, scheme, static_scale=scale if static else None)
-    module = FusedExperts(weights, backend=NAME)
+    ids[2:5] = -1
+    memory = torch.full((module.workspace_bytes(9, T),), byte, dtype=torch.uint8)
+    got = module(hidden, topk_weights, ids, workspace=memory)
+    want = FusedExperts(weights, activations="fp8_tensor")(hidden, topk_weights, ids)
+    assert calc_diff(got, want) <= CALC_DIFF
+    assert torch.equal(module(hidden, topk_weights, ids, workspace=memory), got)
+    nowhere = torch.full_like(ids, -1)
+    assert not module(hidden, topk_weights, nowhere, workspace=memory).any()
+    assert module(hidden[:0], topk_weights[:0], ids[:0]).shape == (0, H)
+
+
+def test_of_zeros_the_one_scale_is_one():
+    _, topk_weights, ids = inputs(9)
+    zeros = torch.zeros(9, H).bfloat16()
+    module = FusedExperts(layer("fp8_tensor"), backend=NAME, activations="fp8_tensor")
+    assert not module(zeros, topk_weights, ids).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_nan_or_inf_in_a_token_makes_all_that_share_its_scale_nan(poison):
+    hidden, topk_weights, ids = inputs(9)
+    hidden[4, 7] = poison
+    module = FusedExperts(layer("fp8_tensor"), backend=NAME, activations="fp8_tensor")
+    assert module(hidden, topk_weights, ids).isnan().all()
+
+
+@every_tiling
+@pytest.mark.parametrize("scheme", ["fp8_token", "fp8_static", "fp8_tensor"])
+def test_hidden_states_that_come_quantized_give_the_same_bits(monkeypatch, tiling, scheme):
+    weights, scale = layer("fp8_tensor"), None
+    if scheme == "fp8_static":
+        scale = torch.tensor([0.005])
+        weights = replace(weights, gate_up_input_scale=scale, down_input_scale=scale)
+    activations = "fp8_tensor" if scheme == "fp8_tensor" else "format"
+    want = check(weights, tiling=tiling, monkeypatch=monkeypatch, activations=activations)
+    hidden, topk_weights, ids = inputs(9)
+    x = quantize_activations(hidden, scheme, static_scale=scale)
+    module = FusedExperts(weights, backend=NAME, activations=activations)
     assert torch.equal(module(x.qdata, topk_weights, ids, hidden_scale=x.scale), want)

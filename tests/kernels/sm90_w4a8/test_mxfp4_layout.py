@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import DoesNotFitError
 from moequant.formats import QuantizedWeight, dequantize, quantize
-from moequant.kernels.sm90.panels import CODE_BYTES
 from moequant.kernels.sm90_w4a8.mxfp4_layout import PANEL_BYTES, pack, unpack
 
 E = 2
@@ -26,58 +25,25 @@ def parts(w):
     return w.qdata, w.scale
 
 
-def table(exponent):
-    """The kernel's E4M3 numbers of the eight magnitudes, float32 [..., 8]; int64 exponents."""
-    words = exponent * 0x08080800 + 0x0C080000, exponent * 0x08080808 + 0x1C181410
-    every = [word >> 8 * i & 0xFF for word in words for i in range(4)]
-    return torch.stack(every, -1).to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def read(held_rows, packed, *, gated):
-    """What threads hold, [E, matrices, rows, K] float32, by weight row.
-
-    Which row and columns a word has is as in test_int4_layout.
-    """
-    _, P, blocks, _ = packed.shape
-    rows = P * (64 if gated else 128)
-    weights = torch.full((E, 2 if gated else 1, rows, blocks * 128), torch.nan)
-
-    def words(part, *shape):
-        return part.contiguous().view(torch.int32).long().view(E, P, blocks, *shape)
-
-    codes = words(packed[..., :CODE_BYTES], 2, 2, 128, 4)
-    scales = words(packed[..., CODE_BYTES:], 32, 2, 2)
-    of_panel = torch.arange(P) * (rows // P)
-    for thread, block, half, matrix, row in held_rows(gated=gated):
-        quad = thread % 4
-        scale = scales[:, :, :, thread // 4, block, half]
-        of_block = (scale & 0xFFFF).int().bitwise_left_shift(16).view(torch.float32)
-        for index in range(8):
-            word = codes[:, :, :, block, index // 4, thread, index % 4]
-            magnitudes = table(scale >> (16 + 4 * (index // 2)) & 15)
-            for i in range(4):
-                picked = word >> (16 * half + 4 * i) & 7
-                sign = 1 - 2 * (word >> (8 * i + 7 - 4 * half) & 1)
-                value = magnitudes.gather(-1, picked[..., None])[..., 0] * sign
-                column = 32 * (index // 2) + 16 * (index % 2) + 4 * quad + i
-                at = torch.arange(blocks) * 128 + column
-                weights[:, matrix, (of_panel + row)[:, None], at] = value * of_block / 64
-    return weights
+def factors(word, group):
+    """The kernel's exponent of a group, and the scale of its span, of words of scales."""
+    span = (word & 0xFFFF).int().bitwise_left_shift(16).view(torch.float32)
+    return word >> (16 + 4 * group) & 15, span
 
 
 @pytest.mark.parametrize(("N", "K"), [(128, 256), (192, 96), (320, 160)])
-def test_threads_decode_the_weights_of_their_rows(held_rows, N, K):
+def test_threads_decode_the_weights_of_their_rows(read_panels, N, K):
     w = weight(N, K)
-    weights = read(held_rows, pack({"up": parts(w)}), gated=False)
+    weights = read_panels(pack({"up": parts(w)}), factors, gated=False)
     assert torch.equal(weights[:, 0, :N, :K], dequantize(w).float())
     assert not weights[:, :, N:].any()
     assert not weights[..., K:].any()
 
 
 @pytest.mark.parametrize(("N", "K"), [(64, 128), (160, 96)])
-def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(held_rows, N, K):
+def test_a_panel_of_gate_and_up_has_the_same_rows_of_both(read_panels, N, K):
     gate, up = weight(N, K), weight(N, K, seed=1)
-    weights = read(held_rows, pack({"gate": parts(gate), "up": parts(up)}), gated=True)
+    weights = read_panels(pack({"gate": parts(gate), "up": parts(up)}), factors, gated=True)
     for matrix, w in enumerate((gate, up)):
         assert torch.equal(weights[:, matrix, :N, :K], dequantize(w).float())
 
@@ -113,7 +79,7 @@ def test_scales_up_to_eleven_octaves_apart_fold_and_others_are_refused():
     assert torch.equal(scale.view(torch.uint8), w.scale.view(torch.uint8))
     assert torch.equal(qdata, w.qdata)
     w = of_exponents(127, 115, 120, 121)
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(DoesNotFitError):
         pack({"up": parts(w)})
     w.qdata[..., 16:32] = 0x80  # zeros: that scale counts nothing
     ((_, scale),) = unpack(pack({"up": parts(w)}), 1, 128, gated=False)
@@ -127,12 +93,11 @@ def test_scales_too_far_apart_are_refused_by_projection_and_expert(projection):
     fine = (
         {"down": parts(near)} if projection == "down" else {p: parts(near) for p in ("gate", "up")}
     )
-    with pytest.raises(UnsupportedError) as refused:
+    with pytest.raises(DoesNotFitError) as refused:
         pack(fine | {projection: (qdata, scale)})
     assert str(refused.value) == (
-        f"{projection} of expert 1: the scales of 256 columns of a row lie 13 octaves apart, but "
-        'FP8 products take at most 11; load the experts with backend="triton", or with '
-        'activations="none"'
+        f"{projection} of expert 1: the scales of a row lie 13 octaves apart, but at most 11 "
+        "can be folded into codes; pack them with a scale for each group"
     )
 
 
