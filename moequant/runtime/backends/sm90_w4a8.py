@@ -170,8 +170,8 @@ class Sm90W4a8(Backend):
 class Sm90Mxfp4Fp8(Sm90W4a8):
     """MXFP4 x FP8 GEMMs, for `activations="fp8_token"`; otherwise as `Sm90W4a8`.
 
-    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for each row. That is
-    exact where the scales of a row lie at most eleven octaves apart, but for those of groups of
+    Codes and the E8M0 scales of their groups become E4M3 numbers and one scale for each row. That
+    is exact where the scales of a row lie at most eleven octaves apart, but for those of groups of
     zeros. A layer of which that is not so is packed in a second layout, whose kernels add
     up the products of each group in float32, times the token's scale and then the group's. So it
     overflows or underflows only where products of dequantized float32 weights and activations do.
