@@ -1,7 +1,7 @@
 // A panel of MXFP4 weights, as mxfp4_layout.py packs it, read and decoded.
 //
-// The E8M0 scales of a row's span of 256 columns become one float32 scale, that of the largest, and a difference of
-// exponents for each group of 32, which decoding adds to those of the codes: E4M3 has room for eleven octaves.
+// The E8M0 scales of a row become one float32 scale, that of the largest, and a difference of exponents for each group
+// of 32, which decoding adds to those of the codes: E4M3 has room for eleven octaves.
 
 constexpr u32 PANEL_BYTES = CODE_BYTES + 512;
 constexpr float CODE_UNIT = 0.015625f;  // of the largest group, the E4M3 bits of a code stand for code * 64
