@@ -45,6 +45,7 @@ def test_exit_codes_are_the_documented_ones():
         "NonFiniteError": 3,
         "UnreachableError": 3,
         "UnsupportedError": 4,
+        "DoesNotFitError": 4,
         "NumericsError": 5,
         "RecipeError": 6,
         "ArchitectureError": 6,

@@ -64,7 +64,7 @@ def test_layers_of_which_the_scales_do_not_fold_are_named(run, make_checkpoint, 
     ]
     table = run("inspect", path / "moequant-prepared" / "sm90").stdout
     rows = [" ".join(line.split()) for line in table.splitlines()[-2:]]
-    assert rows[0].startswith("mxfp4 fp8_token mxfp4_fp8_panels, version 2 1 ")
+    assert rows[0].startswith("mxfp4 fp8_token mxfp4_fp8_panels, version 3 1 ")
     assert rows[1].startswith("mxfp4 fp8_token mxfp4_fp8_group_scaled_panels, version 1 1 ")
 
 

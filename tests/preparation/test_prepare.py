@@ -179,7 +179,7 @@ def test_a_layer_whose_scales_do_not_fold_keeps_those_of_its_groups(far_apart):
     result = prepare(far_apart, **settings, overwrite=True, progress=counting)
     entries = result.manifest.layers
     assert {n: (e.layout, e.layout_version) for n, e in entries.items()} == {
-        0: (FOLDED, 2),
+        0: (FOLDED, 3),
         1: (GROUP_SCALED, 1),
     }
     # What was packed before the layout turned out to be the other is not counted.

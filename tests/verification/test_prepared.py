@@ -103,7 +103,7 @@ def test_layers_in_either_layout_of_a_backend_pass_and_damage_is_found(make_chec
     assert found.keys() == {"sm90/layer-00001.safetensors"}
     assert found["sm90/layer-00001.safetensors"].startswith("w2_group_scaled_panels of expert 2: ")
     # The names of tensors differ, so that neither layout is taken for the other.
-    folded = {"layout": "mxfp4_fp8_panels", "layout_version": 2}
+    folded = {"layout": "mxfp4_fp8_panels", "layout_version": 3}
     edit_manifest(folder, lambda m: m["layers"]["1"].update(folded))
     found = problems(folder, source)["sm90/layer-00001.safetensors"]
     assert "panels is" in found
