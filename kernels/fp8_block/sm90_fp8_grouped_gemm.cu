@@ -233,7 +233,7 @@ __device__ __forceinline__ void few_rows(const Unit& unit, Worker& at, const Out
     promote(sum[0], d0, by0);
     wgmma_wait<0>();
     pin(d1);
-    release(base + OFF_EMPTY + s * 8, lane);
+    release(base + OFF_EMPTY + s * 8);
     promote(sum[1], d1, by1);
     at.ring.next();
   }
@@ -299,7 +299,7 @@ __device__ __forceinline__ void many_rows(const Unit& unit, Worker& at, const Ou
     if constexpr (!LONGER) {
       if (k + 1 < KBLOCKS) await();  // hidden behind the multiplication
       wgmma_wait<0>();
-      release(base + OFF_EMPTY + s * 8, lane);
+      release(base + OFF_EMPTY + s * 8);
       promote(sum[1], d, top1, bottom1);
     } else {
       wgmma_wait<0>();
@@ -318,7 +318,7 @@ __device__ __forceinline__ void many_rows(const Unit& unit, Worker& at, const Ou
       if (k + 1 < KBLOCKS) await();
       wgmma_wait<0>();
       pin(e0), pin(e1);
-      release(base + OFF_EMPTY + s * 8, lane);
+      release(base + OFF_EMPTY + s * 8);
 #pragma unroll
       for (int i = 0; i < MORE / 2; ++i) {
         const float by_row = i & 1 ? scale[i / 4].y : scale[i / 4].x;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(base + OFF_QUEUE + 32 + i * 8, 1);
-      barrier_init(base + OFF_QUEUE + 48 + i * 8, MATH_THREADS / 32 + SCALE_WARPS + GATHER_WARPS);
+      barrier_init(base + OFF_QUEUE + 48 + i * 8, MATH_THREADS + 32 * (SCALE_WARPS + GATHER_WARPS));
       barrier_init(base + OFF_CHOICE + 16 + i * 8, 1);
       barrier_init(base + OFF_CHOICE + 32 + i * 8, 1);
     }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
       if constexpr (SCALE_WARPS > 0) {
         u32 s = 0, parity = 1;
         Queue queue(base);
-        for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) family.bring_scales(unit, k_begin, k_end, smem, base, lane, s, parity);
+        for (Unit unit = queue.pop(); unit.rows >= 0; unit = queue.pop()) family.bring_scales(unit, k_begin, k_end, smem, base, lane, s, parity);
       }
     } else {
       asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
@@ -115,7 +115,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
         Queue queue(base);
         const int odd = warp - 10, chunk = lane & 7, row_of_four = lane / 8;
         const u32 to = base + OFF_X + odd * 512 + row_of_four * 128 + (chunk ^ (odd * 4 + row_of_four)) * 16;
-        for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
+        for (Unit unit = queue.pop(); unit.rows >= 0; unit = queue.pop()) {
           const int rows = rows_of(class_of(unit.rows));
           u32 token_at[ROWS / 8];
 #pragma unroll
@@ -147,7 +147,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     Worker worker{smem, base, rank, k_begin, k_end};
     Queue queue(base);
-    for (Unit unit = queue.pop(lane); unit.rows >= 0; unit = queue.pop(lane)) {
+    for (Unit unit = queue.pop(); unit.rows >= 0; unit = queue.pop()) {
 #define RUN(INDEX, N) case INDEX: family.template run_unit<N>(unit, worker); break;
       switch (class_of(unit.rows)) { EACH_CLASS(RUN) }
     }

@@ -82,13 +82,12 @@ struct Queue {
     barrier_arrive(base + 32 + slot() * 8);
     ++turn;
   }
-  __device__ __forceinline__ Unit pop(int lane) {
+  __device__ __forceinline__ Unit pop() {
     barrier_wait(base + 32 + slot() * 8, turn >> 1 & 1);
     Unit unit;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(unit.expert), "=r"(unit.row), "=r"(unit.rows), "=r"(unit.n) : "r"(base + slot() * 16) : "memory");
-    __syncwarp();
-    if (lane == 0) barrier_arrive(base + 48 + slot() * 8);
+    barrier_arrive(base + 48 + slot() * 8);
     ++turn;
     unit.expert = __shfl_sync(~0u, unit.expert, 0), unit.row = __shfl_sync(~0u, unit.row, 0);
     unit.rows = __shfl_sync(~0u, unit.rows, 0), unit.n = __shfl_sync(~0u, unit.n, 0);
@@ -123,14 +122,14 @@ struct Choice {
 };
 
 // A stage is free when all threads that multiply have read it, and those of the other CTA of a pair, whose loads fill it
-// too: of these a lane of each warp says so.
-constexpr int RELEASES = MATH_THREADS + (PAIR - 1) * MATH_THREADS / 32;
-__device__ __forceinline__ void release(u32 bar, int lane) {
-#if PAIR > 1
-  __syncwarp();
-  if (lane == 0) barrier_arrive_in(address_in(bar, (blockIdx.x & 1) ^ 1));
-#endif
+// too. The own CTA first: the other one may go on as soon as all have arrived there, and arrive here for its next stage.
+// A warp's arrivals count at once, and are a fault where some of them end a phase and the others are too many for it.
+constexpr int RELEASES = PAIR * MATH_THREADS;
+__device__ __forceinline__ void release(u32 bar) {
   barrier_arrive(bar);
+#if PAIR > 1
+  barrier_arrive_in(address_in(bar, (blockIdx.x & 1) ^ 1));
+#endif
 }
 
 // A warpgroup's place in the ring and in the cluster.

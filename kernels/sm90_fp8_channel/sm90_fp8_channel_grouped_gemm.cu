@@ -126,7 +126,7 @@ __device__ __forceinline__ void run_unit(
       add(sum[0], d[0]);
       wgmma_wait<0>();
       pin(d[1]);
-      release(base + OFF_EMPTY + s * 8, lane);
+      release(base + OFF_EMPTY + s * 8);
       add(sum[1], d[1]);
     } else if constexpr (!IN_TENSOR_CORES) {  // registers for one product; the other warpgroup multiplies meanwhile
       if (k == at.k_begin) await_stage();
@@ -138,7 +138,7 @@ __device__ __forceinline__ void run_unit(
       ring.next();
       if (k + 1 < k_end) await_stage();
       wgmma_wait<0>();
-      release(base + OFF_EMPTY + s * 8, lane);
+      release(base + OFF_EMPTY + s * 8);
       add(sum[1], d);
     } else {
       await_stage();
@@ -146,13 +146,13 @@ __device__ __forceinline__ void run_unit(
       multiply(sum[1], w + BLOCK_BYTES, x);
       ring.next();
       wgmma_wait<2>();  // for the products of the stage in front
-      if (k > at.k_begin) release(base + OFF_EMPTY + before * 8, lane);
+      if (k > at.k_begin) release(base + OFF_EMPTY + before * 8);
       before = s;
     }
   }
   if constexpr (IN_TENSOR_CORES) {
     wgmma_wait<0>();
-    release(base + OFF_EMPTY + before * 8, lane);
+    release(base + OFF_EMPTY + before * 8);
     pin(sum[0]);
     pin(sum[1]);
   }

@@ -122,7 +122,7 @@ struct Factors {
 // The sums of a unit of at most 48 rows: half a block of weights, 64 rows x 64 k, is decoded while another is multiplied.
 // Not of a pair, whose release amid products has ptxas wait for each of them.
 template <int ACC>
-__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages) {
   Ring& ring = at.ring;
   u32 a[2][16];
   Packed packed[2];
@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
     packed[0].decode_half<0>(a[0]);
     start(sum[0], a[0], x);
     wgmma_wait<1>();
-    if (k > at.k_begin) release(empty(last), lane);
+    if (k > at.k_begin) release(empty(last));
     packed[0].decode_half<1>(a[1]);
     start(sum[0], a[1], x + X_PART_BYTES);
     wgmma_wait<1>();
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
     ring.next();
   }
   wgmma_wait<0>();
-  if (at.k_begin < at.k_end) release(empty(last), lane);  // a part of a short K may be empty
+  if (at.k_begin < at.k_end) release(empty(last));  // a part of a short K may be empty
 }
 
 // A step of 16 k, decoded when the step that had its registers four before is done.
@@ -177,7 +177,7 @@ __device__ __forceinline__ void multiply_half(float (&sum)[ACC], u32 (&a)[16], P
 
 // The sums of a unit of more rows, for which a warpgroup has registers for the operands of four steps.
 template <int ACC>
-__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages) {
   Ring& ring = at.ring;
   u32 a[16];
   Packed packed;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
       packed.load(stages.panel(ring.stage), 0);
     }
     wgmma_wait<0>();
-    release(at.base + OFF_EMPTY + s * 8, lane);
+    release(at.base + OFF_EMPTY + s * 8);
   }
 }
 
@@ -211,8 +211,8 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
   pin(sum[0]), pin(sum[1]);
   const Stages stages{at, group};
-  if constexpr (N <= 48 && PAIR == 1) multiply_small(sum, at, stages, lane);
-  else multiply_large(sum, at, stages, lane);
+  if constexpr (N <= 48 && PAIR == 1) multiply_small(sum, at, stages);
+  else multiply_large(sum, at, stages);
   pin(sum[0]), pin(sum[1]);
   if (add_splits<N>(sum, at)) finish<N>(sum, factors, unit, out);
 }

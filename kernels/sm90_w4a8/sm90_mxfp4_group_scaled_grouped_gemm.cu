@@ -46,7 +46,7 @@ __device__ __forceinline__ void promote(float (&to)[N / 2], float (&d)[N / 2], c
 
 // The sums of a unit of at most N rows, a product at a time. The other warpgroup multiplies meanwhile.
 template <int N>
-__device__ __forceinline__ void multiply(float (&sum)[2][N / 2], const TokenScales<N>& tokens, Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply(float (&sum)[2][N / 2], const TokenScales<N>& tokens, Worker& at, const Stages& stages) {
   Ring& ring = at.ring;
   float d[N / 2];
   u32 a[16];
@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][N / 2], const TokenScal
         wgmma(d, a + step * 4, x + 2 * step, false);
         wgmma_commit();
         wgmma_wait<0>();
-        if (block == 1 && step == 3) release(at.base + OFF_EMPTY + s * 8, lane);
+        if (block == 1 && step == 3) release(at.base + OFF_EMPTY + s * 8);
         promote(sum[block], d, tokens, weights.scales(step));
       }
     }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
   float sum[2][N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) sum[0][i] = sum[1][i] = 0.f;
-  multiply<N>(sum, tokens, at, Stages{at, group}, lane);
+  multiply<N>(sum, tokens, at, Stages{at, group});
   if (add_splits<N>(sum, at)) finish<N>(sum, NoScales{}, unit, out);
 }
 

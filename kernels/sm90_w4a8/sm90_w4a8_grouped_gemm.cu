@@ -69,7 +69,7 @@ __device__ __forceinline__ float2 start(float (&d)[ACC], u32 (&a)[16], const Pac
 
 // The sums of a unit of at most 64 rows: the second block is decoded while the first is multiplied.
 template <int ACC>
-__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at, const Stages& stages) {
   Ring& ring = at.ring;
   float d[2][ACC];
   u32 a[2][16];
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
     wgmma_wait<1>();
     promote(sum[0], d[0], by[0]);
     wgmma_wait<0>();
-    release(at.base + OFF_EMPTY + s * 8, lane);
+    release(at.base + OFF_EMPTY + s * 8);
     promote(sum[1], d[1], by[1]);
   }
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
 // decoded when the step that had its registers four before is done, and the first steps of a stage before the stage in
 // front ends.
 template <int ACC>
-__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages) {
   constexpr int AHEAD_OF_STAGE = 3;
   Ring& ring = at.ring;
   u32 a[16];
@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
     wgmma_wait<1>();
     decode(2);
     wgmma_wait<0>();
-    release(at.base + OFF_EMPTY + s * 8, lane);
+    release(at.base + OFF_EMPTY + s * 8);
   }
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
 // The sums of a unit of more than 64 rows, for which a warpgroup has registers for one product. The other warpgroup
 // multiplies meanwhile.
 template <int ACC>
-__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages, int lane) {
+__device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at, const Stages& stages) {
   Ring& ring = at.ring;
   float d[ACC];
   u32 a[16];
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_large(float (&sum)[2][ACC], Worker& at,
         if (k + 1 < KBLOCKS) await_stage();
       }
       wgmma_wait<0>();
-      if (block == 1) release(at.base + OFF_EMPTY + s * 8, lane);
+      if (block == 1) release(at.base + OFF_EMPTY + s * 8);
       promote(sum[block], d, by);
     }
   }
@@ -202,8 +202,8 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
 #pragma unroll
   for (int i = 0; i < ACC; ++i) sum[0][i] = sum[1][i] = 0.f;
   const Stages stages{at, group};
-  if constexpr (N <= 64) multiply_small(sum, at, stages, lane);
-  else multiply_large(sum, at, stages, lane);
+  if constexpr (N <= 64) multiply_small(sum, at, stages);
+  else multiply_large(sum, at, stages);
   if (add_splits<N>(sum, at)) finish<N>(sum, scales, unit, out);
 }
 
