@@ -122,8 +122,9 @@ struct Choice {
 };
 
 // A stage is free when all threads that multiply have read it, and those of the other CTA of a pair, whose loads fill it
-// too. The own CTA first: the other one may go on as soon as all have arrived there, and arrive here for its next stage.
-// A warp's arrivals count at once, and are a fault where some of them end a phase and the others are too many for it.
+// too. The own CTA first: when all have arrived there, the other one may go on and arrive here for its next stage. Where
+// that came before a warp's arrival here, the kernel failed: what a warp's 32 arrivals count at once then went beyond
+// the end of a phase, by all that could be found out.
 constexpr int RELEASES = PAIR * MATH_THREADS;
 __device__ __forceinline__ void release(u32 bar) {
   barrier_arrive(bar);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -854,7 +855,16 @@ def experts_of(weights, ids):
     return ExpertWeights(**{"gate": None, **parts}, act_fn=weights.act_fn), among
 
 
+@pytest.fixture
+def returned_memory():
+    """What a test leaves in torch's cache of GPU memory is there for tests in other processes."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @gpu
+@pytest.mark.usefixtures("returned_memory")
 @pytest.mark.parametrize(
     ("format", "name"),
     [(f, name) for f in ACTIVATIONS for name in REAL if (f, name) != ("w4a8", "gpt-oss-120b")],
