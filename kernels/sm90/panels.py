@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 PANEL_ROWS = 128
 PANEL_COLUMNS = 128
 CODE_BYTES = PANEL_ROWS * PANEL_COLUMNS // 2
+_BATCH_BYTES = {"cpu": 0, "cuda": 16 << 20}
+"""Of panels that are made at once, at least those of an expert. What is made on the way is several
+times as large, and a CPU's caches should hold it; a GPU does small tensors faster than the host can
+ask for them."""
 
 
 def panels(n_out: int, *, gated: bool) -> int:
@@ -39,7 +43,7 @@ def pack_panels(
     Args:
         codes: of each weight, uint8 [E, N, blocks * 64] for blocks of 128 columns.
         scales: of each weight, [E, N, blocks, groups].
-        pack_codes: from an expert's codes [P, block, warp, a, half, b, blocks * 64] and the number
+        pack_codes: from codes [P, block, warp, a, half, b, blocks * 64] of P panels and the number
             of blocks to uint8 [P, blocks, CODE_BYTES].
 
     Returns:
@@ -50,11 +54,13 @@ def pack_panels(
     E, P, *_, blocks, groups = scales_by_row.shape
     scale_bytes = PANEL_ROWS * groups * scales_by_row.dtype.itemsize
     packed = codes_by_row.new_empty(E, P, blocks, CODE_BYTES + scale_bytes)
-    for e in range(E):  # an expert at a time: what is made on the way is several times as large
-        packed[e, :, :, :CODE_BYTES] = pack_codes(codes_by_row[e], blocks)
+    for some in _batches(packed):
+        to = packed[some].flatten(0, 1)
+        to[..., :CODE_BYTES] = pack_codes(codes_by_row[some].flatten(0, 1), blocks)
         # From [P, block, warp, a, half, b, K / 128, group].
-        scale = scales_by_row[e].permute(0, 6, 2, 3, 5, 1, 4, 7).reshape(P, blocks, -1)
-        packed[e, :, :, CODE_BYTES:] = scale.contiguous().view(torch.uint8)
+        scale = scales_by_row[some].flatten(0, 1).permute(0, 6, 2, 3, 5, 1, 4, 7)
+        scale = scale.reshape(len(to), blocks, -1)
+        to[..., CODE_BYTES:] = scale.view(torch.uint8)
     return packed
 
 
@@ -83,14 +89,23 @@ def unpack_panels(
     sizes = (E, P, 2, 4, 4, 2, 2)  # expert, panel, block, warp, a, half, b
     codes = packed.new_empty(*sizes, blocks * PANEL_COLUMNS // 2)
     scales = packed.new_empty(*sizes, blocks, groups, dtype=scale_dtype)
-    for e in range(E):  # as in `pack_panels`
-        codes[e] = unpack_codes(packed[e, :, :, :CODE_BYTES])
+    for some in _batches(packed):
+        of_batch = packed[some].flatten(0, 1)
+        codes[some].flatten(0, 1)[:] = unpack_codes(of_batch[..., :CODE_BYTES])
         # From [P, K / 128, warp, a, b, block, half, group].
-        scale = packed[e, :, :, CODE_BYTES:].contiguous().view(scale_dtype)
-        scale = scale.view(P, blocks, 4, 4, 2, 2, 2, groups)
-        scales[e] = scale.permute(0, 5, 2, 3, 6, 4, 1, 7)
+        scale = of_batch[..., CODE_BYTES:].contiguous().view(scale_dtype)
+        scale = scale.view(len(of_batch), blocks, 4, 4, 2, 2, 2, groups)
+        scales[some].flatten(0, 1)[:] = scale.permute(0, 5, 2, 3, 6, 4, 1, 7)
     parts = (rows_of_weights(t, n_out, gated=gated) for t in (codes, scales))
     return list(zip(*parts, strict=True))
+
+
+def _batches(packed: Tensor) -> Iterator[slice]:
+    """Experts that are packed or unpacked at once."""
+    most = _BATCH_BYTES.get(packed.device.type, 0)
+    experts = max(most * len(packed) // max(packed.nbytes, 1), 1)
+    for first in range(0, len(packed), experts):
+        yield slice(first, first + experts)
 
 
 def whole_blocks(x: Tensor, size: int) -> Tensor:
