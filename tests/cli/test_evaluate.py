@@ -96,6 +96,9 @@ def test_defaults_are_those_of_the_library():
     [
         ((), 2, "give a TEST to compare, --noise-floor, or --keep"),
         (("--noise-floor", "--backend", "triton"), 2, "are of --as runtime"),
+        (("--noise-floor", "--keep", ""), 2, "it is empty; name a file"),
+        (("--noise-floor", "--plot", ""), 2, "it is empty; name a file"),
+        (("--noise-floor", "--plot", "m/config.json"), 2, "such as m/config.svg"),
         (("--noise-floor", "--windows", "99"), 6, "section 0 has 6 windows of 16 tokens, but 99"),
     ],
 )
