@@ -5,8 +5,8 @@ numbers a token instead of V, from which the reference's head makes all of them 
 cut off, and figures are the same as without the file.
 
 It is one safetensors file. `moequant.evaluation` in its metadata is a JSON document: `reference`
-identifies checkpoint, data, windows and computation, `batches` says how tensors belong together, and
-their SHA-256.
+identifies checkpoint, data, windows and computation, `batches` says how tensors belong together,
+and their SHA-256.
 """
 
 from __future__ import annotations
