@@ -215,7 +215,7 @@ def _show_result(out: Output, result: Mapping[str, Any]) -> None:
         done += f" in {result['seconds']:.1f} s"
         if result["resumed_layers"]:
             done += f", after {count(result['resumed_layers'], 'layer')} of an earlier run"
-    out.line(f"{done}; sha256 {result['sha256'][:16]}")
+    out.line(f"{done}; sha256 of its header {result['sha256'][:16]}")
 
 
 def _shrunk(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.failures import InterruptedWork
+from moequant.cli.failures import FailedResult, InterruptedWork
 from moequant.cli.output import Output, count
 from moequant.cli.streamed_plan import describe_computation, describe_data, describe_needs
 
@@ -101,6 +101,7 @@ def command(
         raise click.UsageError("give a TEST to compare, --noise-floor, or --keep")
     if settings["run_as"] == "weights" and (backend is not None or activations != "format"):
         raise click.UsageError("--backend and --activations are of --as runtime")
+    from moequant.errors import MoequantError
     from moequant.evaluation import evaluate
     from moequant.evaluation.plot import plot_evaluation
     from moequant.storage.disk import replace_file
@@ -129,9 +130,16 @@ def command(
             )
     except KeyboardInterrupt:
         raise InterruptedWork from None
-    if plot is not None and not dry_run:
-        replace_file(plot, plot_evaluation(result).encode())
-    out.result(_describe(result), None if dry_run else _show_result)
+    document = _describe(result)
+    show = None if dry_run else _show_result
+    try:
+        if plot is not None and not dry_run:
+            replace_file(plot, plot_evaluation(result).encode())
+    except MoequantError as error:  # a full disk must not take the figures away
+        if not as_json:
+            out.result(document, show)
+        raise FailedResult(error, document) from error
+    out.result(document, show)
 
 
 def _show_plan(out: Output, plan: EvaluationPlan, *, noise_floor: bool) -> None:

@@ -132,7 +132,7 @@ def plot_option(drawn: str) -> Callable[[_Command], _Command]:
     """Option --plot, whose help says what is drawn."""
     return click.option(
         "--plot", metavar="FILE.svg", type=click.Path(dir_okay=False, path_type=Path),
-        callback=check_written_file, help=f"Also draw {drawn}.",
+        callback=_check_plot, help=f"Also draw {drawn}.",
     )  # fmt: skip
 
 
@@ -209,6 +209,8 @@ def check_written_file(
     """A click callback that checks, before the work starts, that an output file is writable."""
     if value is None:
         return None
+    if not value.name:  # pathlib takes an empty path as the current directory
+        raise click.BadParameter("it is empty; name a file", ctx, param)
     if not value.parent.is_dir():
         raise click.BadParameter(f"{value.parent} is not a folder; create it first", ctx, param)
     from moequant.errors import MoequantError
@@ -219,6 +221,18 @@ def check_written_file(
     except MoequantError as error:
         raise click.BadParameter(str(error), ctx, param) from None
     return value
+
+
+def _check_plot(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A file to draw into; its suffix keeps a slip from replacing data or a config.json."""
+    if value is not None and value.name and value.suffix.lower() != ".svg":
+        raise click.BadParameter(
+            f"{value} does not end in .svg; name a file that does, such as "
+            f"{value.with_suffix('.svg')}",
+            ctx,
+            param,
+        )
+    return check_written_file(ctx, param, value)
 
 
 class _Directory(click.Path):

@@ -202,8 +202,8 @@ def _open(job: ClusterJob) -> tuple[Checkpoint, Plan, Choice]:
     statistics = Statistics.load(job.statistics) if job.statistics else None
     if statistics is not None and statistics.digest != job.statistics_sha256:
         raise StatisticsError(
-            f"{host}: {job.statistics}: SHA-256 {statistics.digest}, but the conversion was "
-            f"started with {job.statistics_sha256}; all machines must share one file"
+            f"{host}: {job.statistics}: SHA-256 of the header {statistics.digest}, but the "
+            f"conversion was started with {job.statistics_sha256}; all machines must share one file"
         )
     # Of which the plan's digest has the numbers.
     scales = InputScales.load(job.input_scales) if job.input_scales else None

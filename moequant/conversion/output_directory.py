@@ -82,7 +82,7 @@ def _formats_of(document: Mapping[str, Any]) -> str:
     into = f" into {' and '.join(formats)}" if formats else ""
     statistics = document.get("statistics")
     if isinstance(statistics, dict):
-        return f"{into}, with the statistics of SHA-256 {statistics.get('sha256')!s:.64},"
+        return f"{into}, with the statistics of header SHA-256 {statistics.get('sha256')!s:.64},"
     return into
 
 

@@ -99,6 +99,8 @@ def _check_recorded(
     """As `check_recorded_statistics`, for one of the two, which messages call `what`."""
     wanted = recorded.get("sha256") if isinstance(recorded, dict) else recorded
     option = f"--{what.replace(' ', '-')}"
+    # `sha256sum` prints the one of the whole file, so messages say which it is.
+    digest = "SHA-256 of the header" if what == "statistics" else "SHA-256"
     if wanted is None and given is not None:
         raise StatisticsError(
             f"{given.path}: {output} was not converted with {what} of a file by moequant; verify "
@@ -106,13 +108,13 @@ def _check_recorded(
         )
     if wanted is not None and given is None:
         raise StatisticsError(
-            f"{output}: converted with {what}, SHA-256 {wanted!s:.64}; to convert again for the "
+            f"{output}: converted with {what}, {digest} {wanted!s:.64}; to convert again for the "
             f"comparison, give their file with {option}"
         )
     if given is not None and given.digest != wanted:
         raise StatisticsError(
-            f"{given.path}: its SHA-256 is {given.digest}, but {output} was converted with {what} "
-            f"of SHA-256 {wanted!s:.64}; give that file"
+            f"{given.path}: its {digest} is {given.digest}, but {output} was converted with "
+            f"{what} of {digest} {wanted!s:.64}; give that file"
         )
 
 

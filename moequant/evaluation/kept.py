@@ -5,17 +5,19 @@ numbers a token instead of V, from which the reference's head makes all of them 
 cut off, and figures are the same as without the file.
 
 It is one safetensors file. `moequant.evaluation` in its metadata is a JSON document: `reference`
-identifies checkpoint, data, windows and computation, `batches` says how tensors belong together.
+identifies checkpoint, data, windows and computation, `batches` says how tensors belong together,
+and their SHA-256.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.errors import MoequantError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import explained, fsync_directory, write_file
 from moequant.storage.headers import DTYPES, dtype_name, encode_header, read_header_and_metadata
@@ -52,7 +54,11 @@ def write_kept(
     for number, found in enumerate(activations()):
         parts = parts_of(found)
         batches.append(
-            {"tuple": isinstance(found, tuple), "parts": [part is not None for part in parts]}
+            {
+                "tuple": isinstance(found, tuple),
+                "parts": [part is not None for part in parts],
+                "sha256": _digest(parts),
+            }
         )
         for index, tensor in enumerate(parts):
             if tensor is not None:
@@ -95,6 +101,7 @@ class KeptReference:
     """
 
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        self._path = path
         self._file = FixedFile.at(path)
         self._infos, metadata = read_header_and_metadata(self._file, path.name)
         try:
@@ -105,7 +112,10 @@ class KeptReference:
                 for number, batch in enumerate(self._batches)
                 for index, there in enumerate(batch["parts"])
                 if there
-            } and all(batch["tuple"] or batch["parts"] == [True] for batch in self._batches)
+            } and all(
+                isinstance(batch["sha256"], str) and (batch["tuple"] or batch["parts"] == [True])
+                for batch in self._batches
+            )
         except (KeyError, TypeError, ValueError):
             complete = False
         if not complete:
@@ -124,6 +134,12 @@ class KeptReference:
                 self._read(_name(number, index)) if there else None
                 for index, there in enumerate(batch["parts"])
             )
+            found = _digest(parts)
+            if found != batch["sha256"]:
+                raise CheckpointError(
+                    f"{self._path}: batch {number} was damaged: its SHA-256 is {found}, but must "
+                    f"be {batch['sha256']}; {_ADVICE}"
+                )
             yield join_parts(parts, several=batch["tuple"])
 
     def _read(self, name: str) -> Tensor:
@@ -131,6 +147,15 @@ class KeptReference:
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         self._file.read_into(info.start, tensor_bytes(tensor))
         return tensor
+
+
+def _digest(parts: Iterable[Tensor | None]) -> str:
+    """SHA-256 of the tensors of a batch, in hex."""
+    digest = hashlib.sha256()
+    for tensor in parts:
+        if tensor is not None:
+            digest.update(tensor_bytes(tensor.contiguous()))
+    return digest.hexdigest()
 
 
 def _name(batch: int, part: int) -> str:

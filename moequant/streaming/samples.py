@@ -175,6 +175,14 @@ class Samples:
         return self._tokenize_all(text, where)
 
     def _tokenize_all(self, text: str, where: str) -> array[int]:
+        try:
+            text.encode()
+        # JSON can spell half of a surrogate pair, which no tokenizer takes.
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: character {error.start} is {text[error.start]!a}, half of a surrogate "
+                "pair, but text must be whole characters; correct the escape"
+            ) from None
         ids = array("i")
         for piece in _pieces(text):
             ids.extend(self._tokenize(piece, where))

@@ -157,6 +157,7 @@ def test_a_batch_has_windows_of_one_length_and_at_least_one(read):
         ("[1]", r"line 2: \[1\], but must be an object with exactly one of text"),
         ('{"texts": "a"}', r"line 2: .* exactly one of text, messages, input_ids"),
         ('{"text": "a", "input_ids": [1]}', r"line 2: .* exactly one of"),
+        ('{"text": "a\\ud800"}', r"line 2: character 1 is '\\ud800', half of a surrogate pair"),
         ('{"text": 5}', r"line 2: text is 5, but must be a string"),
         ('{"input_ids": 5}', r"line 2: input_ids is 5, but must be a list"),
         ('{"input_ids": [1, "2"]}', r"line 2: '2' is no token id of the model; ids are 0 to 12"),

@@ -33,7 +33,7 @@ def test_it_says_what_it_will_do_and_what_experts_saw(run, source, data, tmp_pat
     seen = [found.tokens(found.layers[0], e) for e in range(found.record.experts)]
     row = lines[7].split()
     assert row[:2] == [str(found.layers[0]), str(min(seen))]
-    assert lines[-1].endswith(f"sha256 {found.digest[:16]}")
+    assert lines[-1].endswith(f"sha256 of its header {found.digest[:16]}")
     again = run("calibrate", source, "--data", data, "-o", out)
     assert again.stdout.splitlines()[-1].startswith(f"{out}: already calibrated; sha256")
 

@@ -8,6 +8,7 @@ from inspect import signature
 import pytest
 
 from moequant.cli import cli
+from moequant.errors import MoequantError
 from moequant.evaluation import evaluate
 
 
@@ -43,6 +44,25 @@ def test_it_says_what_it_will_do_and_what_it_found(run, arguments, source, conve
     assert float(rows[str(converted)][3]) > float(rows["noise floor"][4]) > 0
     assert lines[-1].startswith("KL(reference || test) in nats over the whole vocabulary")
     assert plot.read_text().startswith("<svg ")
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_a_plot_that_cannot_be_written_does_not_take_the_figures_away(
+    run, arguments, converted, tmp_path, monkeypatch, extra
+):
+    def no_space(path, data):
+        raise MoequantError(f"{path}: cannot be written: No space left on device")
+
+    monkeypatch.setattr("moequant.storage.disk.replace_file", no_space)
+    result = run(*arguments, converted, "--plot", tmp_path / "plot.svg", *extra)
+    assert result.exit_code == 1
+    assert "No space left" in result.stderr
+    if extra:
+        document = json.loads(result.stdout)
+        assert document["error"]["exit_code"] == 1
+        assert document["tests"][0]["kl_mean"] > 0
+    else:
+        assert "KL(reference || test)" in result.stdout
 
 
 def test_without_a_noise_floor_it_says_how_to_get_one(run, arguments, converted):
@@ -96,6 +116,9 @@ def test_defaults_are_those_of_the_library():
     [
         ((), 2, "give a TEST to compare, --noise-floor, or --keep"),
         (("--noise-floor", "--backend", "triton"), 2, "are of --as runtime"),
+        (("--noise-floor", "--keep", ""), 2, "it is empty; name a file"),
+        (("--noise-floor", "--plot", ""), 2, "it is empty; name a file"),
+        (("--noise-floor", "--plot", "m/config.json"), 2, "such as m/config.svg"),
         (("--noise-floor", "--windows", "99"), 6, "section 0 has 6 windows of 16 tokens, but 99"),
     ],
 )

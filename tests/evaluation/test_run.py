@@ -259,6 +259,17 @@ def test_a_file_that_keeps_nothing_is_refused(converted, data, tmp_path, content
         evaluate(source, [test], data, keep=keep, **SETTINGS)
 
 
+def test_kept_predictions_that_were_damaged_are_refused(converted, data, tmp_path):
+    source, test = converted("qwen3_moe", "nvfp4")
+    keep = tmp_path / "kept"
+    evaluate(source, [], data, keep=keep, **SETTINGS)
+    content = bytearray(keep.read_bytes())
+    content[-2] ^= 1
+    keep.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"kept: batch \d+ was damaged: its SHA-256 is "):
+        evaluate(source, [test], data, keep=keep, **SETTINGS)
+
+
 def test_another_vocabulary_is_refused(make_checkpoint, data):
     other = make_checkpoint(vocabulary=160)
     with pytest.raises(UnsupportedError, match="160 tokens in its vocabulary, but 128 in that of"):
