@@ -11,7 +11,7 @@ import click
 from moequant.cli import options
 from moequant.cli.bench_experts import parse_tokens
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, write_document
+from moequant.cli.output import Output, write_document, write_plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -107,7 +107,6 @@ def command(
     from moequant.benchmarks.serving import RandomSource, ServingMeasure, bench_serving, failures
     from moequant.benchmarks.serving_plot import plot_serving
     from moequant.errors import MoequantError
-    from moequant.storage.disk import replace_file
 
     out = Output(as_json=as_json)
     source = None
@@ -132,13 +131,14 @@ def command(
         document = bench_serving(
             models, source, measure, folder=folder, progress=progress, keep=keep
         )
-    if plot is not None:
-        replace_file(plot, plot_serving(document).encode())
-    failed = failures(document)
-    if not as_json or not failed:
+    failed = write_plot(plot, lambda: plot_serving(document))
+    if untimed := failures(document):
+        reasons = [f"not timed: {', '.join(untimed)}", *([str(failed)] if failed else [])]
+        failed = MoequantError("; ".join(reasons))
+    if not (as_json and failed):
         out.result(document, _show)
     if failed:
-        raise FailedResult(MoequantError(f"not timed: {', '.join(failed)}"), document)
+        raise FailedResult(failed, document)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

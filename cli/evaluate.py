@@ -10,7 +10,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
-from moequant.cli.output import Output, count
+from moequant.cli.output import Output, count, write_plot
 from moequant.cli.streamed_plan import describe_computation, describe_data, describe_needs
 
 if TYPE_CHECKING:
@@ -101,10 +101,8 @@ def command(
         raise click.UsageError("give a TEST to compare, --noise-floor, or --keep")
     if settings["run_as"] == "weights" and (backend is not None or activations != "format"):
         raise click.UsageError("--backend and --activations are of --as runtime")
-    from moequant.errors import MoequantError
     from moequant.evaluation import evaluate
     from moequant.evaluation.plot import plot_evaluation
-    from moequant.storage.disk import replace_file
 
     out = Output(as_json=as_json, quiet=quiet)
 
@@ -132,14 +130,11 @@ def command(
         raise InterruptedWork from None
     document = _describe(result)
     show = None if dry_run else _show_result
-    try:
-        if plot is not None and not dry_run:
-            replace_file(plot, plot_evaluation(result).encode())
-    except MoequantError as error:  # a full disk must not take the figures away
-        if not as_json:
-            out.result(document, show)
-        raise FailedResult(error, document) from error
-    out.result(document, show)
+    failed = None if dry_run else write_plot(plot, lambda: plot_evaluation(result))
+    if not (as_json and failed):
+        out.result(document, show)
+    if failed:
+        raise FailedResult(failed, document)
 
 
 def _show_plan(out: Output, plan: EvaluationPlan, *, noise_floor: bool) -> None:

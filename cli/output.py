@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from moequant.errors import MoequantError
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
 
@@ -159,6 +160,23 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     from moequant.storage.disk import replace_file
 
     replace_file(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def write_plot(path: Path | None, draw: Callable[[], str]) -> MoequantError | None:
+    """Draw into a file, if one is named.
+
+    Returns:
+        Why it could not be written; the figures that were measured are to be printed all the same.
+    """
+    from moequant.errors import MoequantError
+    from moequant.storage.disk import replace_file
+
+    try:
+        if path is not None:
+            replace_file(path, draw().encode())
+    except MoequantError as error:
+        return error
+    return None
 
 
 def printable(text: str) -> str:

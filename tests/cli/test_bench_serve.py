@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moequant.benchmarks import serving
+from moequant.errors import MoequantError
 
 STEP = {"batch": 1, "ms_per_step": 1.25, "tokens_per_s": 800.0, "share_of_floor": 0.4}
 DOCUMENT = {
@@ -58,6 +59,24 @@ def measured(monkeypatch):
         return asked
 
     return measured
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_a_plot_that_cannot_be_written_does_not_take_the_times_away(
+    run, measured, tmp_path, monkeypatch, extra
+):
+    def no_space(path, data):
+        raise MoequantError(f"{path}: cannot be written: No space left on device")
+
+    measured()
+    monkeypatch.setattr("moequant.storage.disk.replace_file", no_space)
+    result = run("bench", "serve", "a-model", "--plot", tmp_path / "plot.svg", *extra)
+    assert result.exit_code == 1
+    assert "No space left" in result.stderr
+    if extra:
+        assert json.loads(result.stdout)["checkpoints"]
+    else:
+        assert "a-model: ms a decoding step" in result.stdout
 
 
 def test_times_stand_beside_the_floor(run, measured, tmp_path):

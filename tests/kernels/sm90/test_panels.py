@@ -13,21 +13,18 @@ from moequant.runtime.packing import workload_of
 
 
 @pytest.mark.parametrize(
-    ("format", "backend", "intermediate", "activations"),
+    ("format", "backend", "activations", "hidden", "intermediate"),
     [  # the last panel of gate and up, or of down, is half full
-        ("nvfp4", "sm90_w4a16", 96, "format"),
-        ("mxfp4", "sm90_mxfp4_fp8", 96, "fp8_token"),
-        ("w4a8", "sm90_w4a8", 128, "format"),
+        ("nvfp4", "sm90_w4a16", "format", 320, 96),
+        ("mxfp4", "sm90_mxfp4_fp8", "fp8_token", 320, 96),
+        ("w4a8", "sm90_w4a8", "format", 384, 128),
     ],
 )
 def test_experts_in_batches_are_packed_and_unpacked_as_one_by_one(
-    monkeypatch, format, backend, intermediate, activations
+    monkeypatch, format, backend, activations, hidden, intermediate
 ):
-    weights = random_experts(
-        LayerShape(5, 320 if format != "w4a8" else 384, intermediate, 2),
-        format,
-        torch.device("cpu"),
-    )
+    shape = LayerShape(5, hidden, intermediate, 2)
+    weights = random_experts(shape, format, torch.device("cpu"))
     layout = REGISTRY[backend].layouts[0]
     one_by_one = layout.pack(weights)
     workload = workload_of(weights, activations)
