@@ -325,6 +325,8 @@ def quantize_row(
         row_of_its_pair = tl.load(row_of_pair + pair)
         token = pair if TOPK == 1 else row
     held = load_row(x + token.to(tl.int64) * K, K, PIECES, CHUNKS)
+    # Beside the row, not after it: codes would wait for it, too.
+    scale_row = row if SCHEME == "mxfp8" else tl.load(scale_row_of_pair + pair)
     amaxes = ()
     for chunk in tl.static_range(CHUNKS):
         amax = largest_of_pieces(held[chunk], x.dtype.element_ty)
@@ -346,7 +348,7 @@ def quantize_row(
         words = scale + row
         quad_words = scale_columns.to(tl.int64)
     else:
-        words = scale + first_of_tiles(tl.load(scale_row_of_pair + pair), scale_columns)
+        words = scale + first_of_tiles(scale_row, scale_columns)
         quad_words = _TILE_WORDS
     for chunk in tl.static_range(CHUNKS):
         piece = chunk * PIECES + tl.arange(0, PIECES)
@@ -596,4 +598,5 @@ def quarters(x):
 @triton.jit
 def first_of_tiles(row, columns):
     """The word at which scales of a row begin, in 128x4 tiles; `columns` are words of a row."""
-    return (row // 128).to(tl.int64) * columns * _TILE_WORDS + (row % 32) * 4 + row // 32 % 4
+    in_tile = (row & 31) * 4 + (row >> 5 & 3)
+    return (row >> 7).to(tl.int64) * columns * _TILE_WORDS + in_tile
