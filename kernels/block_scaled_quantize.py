@@ -343,7 +343,7 @@ def quantize_row(
     row = row.to(tl.int64)
     if SCHEME == "nvfp4":
         tl.store(global_scale + row, of_row)
-    per_row = tl.math.div_rn(1.0, of_row) if SCHEME == "nvfp4" else 1.0
+    per_row = reciprocal(of_row) if SCHEME == "nvfp4" else 1.0
     if SCHEME == "mxfp8":
         words = scale + row
         quad_words = scale_columns.to(tl.int64)
@@ -494,7 +494,7 @@ def token_scale(amaxes, PIECES: tl.constexpr, CHUNKS: tl.constexpr):
         most = tl.maximum(most, amaxes[chunk])
     bits = tl.max(most, 0)
     finite = tl.where(bits < _INF_BITS, bits, 0).to(tl.float32, bitcast=True)
-    of_row = tl.maximum(tl.math.div_rn(finite, 2688.0), _LEAST_GLOBAL_SCALE)
+    of_row = tl.maximum(by_2688(finite), _LEAST_GLOBAL_SCALE)
     return tl.where(bits < _INF_BITS, of_row, float("nan"))
 
 
@@ -511,8 +511,49 @@ def nvfp4_scale(amax, of_row, per_row, NATIVE: tl.constexpr):
     wanted = per_row * (amax.to(tl.float32, bitcast=True) * _SIXTH)
     byte = encode_e4m3_byte(tl.where(amax < _INF_BITS, wanted, float("nan")), NATIVE)
     number = decode_e4m3(byte, NATIVE) * of_row
-    factor = tl.where(byte == 0, 0.0, tl.math.div_rn(1.0, tl.where(byte == 0, 1.0, number)))
+    factor = tl.where(byte == 0, 0.0, reciprocal(number))
     return byte.to(tl.int32), factor
+
+
+_RECIPROCAL = tl.constexpr(
+    """{
+    .reg .f32 guess, error, negative;
+    rcp.approx.ftz.f32 guess, $1;
+    neg.f32 negative, $1;
+    fma.rn.f32 error, negative, guess, 0f3F800000;
+    fma.rn.f32 $0, guess, error, guess;
+    }"""
+)
+_BY_2688 = tl.constexpr(
+    """{
+    .reg .f32 guess, error;
+    mul.rn.f32 guess, $1, 0f39C30C31;
+    fma.rn.f32 error, guess, 0fC5280000, $1;
+    fma.rn.f32 $0, error, 0f39C30C31, guess;
+    }"""
+)
+"""0f39C30C31 is 1 / 2688, 0fC5280000 -2688."""
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded, for x from 2**-126 to below 2**126, or NaN; for 0 anything.
+
+    A step of Newton's method from the device's approximation, whose error is at most a last bit.
+    `rcp.rn.f32` does the same, but branches to treat other numbers, and branches keep groups apart
+    that are computed side by side without them.
+    """
+    if _IN_PYTHON:
+        return tl.math.div_rn(1.0, tl.where(x == 0, 1.0, x))
+    return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def by_2688(x):
+    """A 2688th of x, correctly rounded from 2**-117 on, and no more below; without a branch."""
+    if _IN_PYTHON:
+        return tl.math.div_rn(x, 2688.0)
+    return tl.inline_asm_elementwise(_BY_2688, "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit

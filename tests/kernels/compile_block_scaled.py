@@ -2,7 +2,7 @@
 
     compile_block_scaled.py CAPABILITY
 
-Prints a JSON line for every kernel: its name, scheme and PTX.
+Prints a JSON line for every kernel: its name, scheme, whether that has a static scale, and PTX.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from moequant.kernels.routing import Grouping, SortedRouting
 
 
 def describe(compiled, constants):
-    return {"scheme": constants.get("SCHEME"), "ptx": compiled.asm["ptx"]}
+    return {
+        "scheme": constants.get("SCHEME"),
+        "static": constants.get("STATIC"),
+        "ptx": compiled.asm["ptx"],
+    }
 
 
 def main(capability):

@@ -19,8 +19,10 @@ import triton.language as tl
 from moequant.kernels.block_scaled_quantize import (
     BlockScaledRows,
     ScalePlaces,
+    by_2688,
     place_scales,
     quantize_sorted,
+    reciprocal,
 )
 from moequant.kernels.launch import INTERPRETED
 from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
@@ -31,6 +33,18 @@ from moequant.runtime.activations import GROUPS, quantize_activations
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SCHEMES = ["nvfp4", "nvfp4_static", "mxfp4", "mxfp8"]
 UNTOUCHED = 0xA5
+
+# How the kernel divides, in PTX.
+RECIPROCAL = (
+    r"rcp\.approx\.ftz\.f32 guess, (%\w+);\s+neg\.f32 negative, \1;\s+"
+    r"fma\.rn\.f32 error, negative, guess, 0f3F800000;\s+"
+    r"fma\.rn\.f32 %\w+, guess, error, guess;"
+)
+BY_2688 = (
+    r"mul\.rn\.f32 guess, (%\w+), 0f39C30C31;\s+"
+    r"fma\.rn\.f32 error, guess, 0fC5280000, \1;\s+"
+    r"fma\.rn\.f32 %\w+, error, 0f39C30C31, guess;"
+)
 
 
 def poisoned(*shape, dtype):
@@ -248,11 +262,60 @@ def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(compile
     for kernel in kernels:
         # An approximate quotient, a flushed denormal or a sum with a product that was not rounded
         # would differ; products with 2 and 0.5 are exact.
-        assert not re.search(r"\b(div\.(approx|full)|rcp\.approx)\b|\.ftz\.", kernel["ptx"])
-        assert not re.search(r"\b(mul|add|sub)\.f32\b", kernel["ptx"])  # ptxas may fuse these
-        for fused in re.findall(r"\bfma.*;", kernel["ptx"]):
+        ptx = re.sub(r"^\s*\.loc\b.*\n", "", kernel["ptx"], flags=re.MULTILINE)
+        ptx, divisions = re.subn(RECIPROCAL, "", ptx)
+        ptx, token_scales = re.subn(BY_2688, "", ptx)
+        is_nvfp4, is_static = kernel["scheme"] == "nvfp4", kernel["static"]
+        assert divisions == (8 if is_nvfp4 else 0)
+        assert token_scales == (is_nvfp4 and not is_static)
+        assert not re.search(r"\b(div|rcp)\.|\.ftz\.", ptx)
+        assert not re.search(r"\b(mul|add|sub)\.f32\b", ptx)  # ptxas may fuse these
+        for fused in re.findall(r"\bfma.*;", ptx):
             assert re.fullmatch(r"fma\.rn\.f32\s+%\w+, %\w+, 0f(40|3F)000000, 0f\w+;", fused)
-        assert ("div.rn.f32" in kernel["ptx"]) == (kernel["scheme"] == "nvfp4")
+
+
+def test_a_step_of_newtons_method_rounds_reciprocals_correctly():
+    """From either float32 beside 1 / x, for every x from 1 to 2, in integers.
+
+    But for the last x, of which only the upper one will do, the nearest one.
+    """
+    x = torch.arange(2**23, 2**24)
+    below = 2**47 // x
+    nearest = below + (2 * (2**47 - below * x) > x)
+    for guess in (below, below + 1):
+        error = 2**47 - guess * x
+        assert error.abs().max() <= 2**24  # so float32 is exact
+        stepped = guess + rounded_shift(guess * error, 47, guess)
+        wrong = x[stepped != nearest].tolist()
+        assert wrong == ([2**24 - 1] if guess is below else [])
+
+
+def rounded_shift(x, bits, to):
+    """x / 2**bits to the nearest integer; ties to where the sum with `to` is even."""
+    whole = x >> bits
+    twice = 2 * (x - (whole << bits)) - (1 << bits)
+    return whole + ((twice > 0) | ((twice == 0) & ((whole + to) % 2 == 1)))
+
+
+@triton.jit
+def divide_numbers(x, reciprocals, by_2688s, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    number = tl.load(x + at)
+    tl.store(reciprocals + at, reciprocal(number))
+    tl.store(by_2688s + at, by_2688(number))
+
+
+@pytest.mark.parametrize("exponent", [-117, -103, 0, 125])
+def test_quotients_of_every_mantissa_are_correctly_rounded(exponent):
+    mantissas = 2**14 if INTERPRETED else 2**23
+    bits = torch.arange(2**23 - mantissas, 2**23, dtype=torch.int32) + (exponent + 127 << 23)
+    x = bits.view(torch.float32)
+    of_one, of_x = (torch.empty_like(x, device=DEVICE) for _ in range(2))
+    divide_numbers[(mantissas // 1024,)](x.to(DEVICE), of_one, of_x, CHUNK=1024)
+    # float64 has more than twice the bits, so rounding twice is rounding once.
+    assert torch.equal(of_one.cpu(), x.double().reciprocal().float())
+    want = (x.double() / 2688).float().clamp(min=2.0**-117)
+    assert torch.equal(of_x.cpu().clamp(min=2.0**-117), want)
 
 
 @triton.jit
