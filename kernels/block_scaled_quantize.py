@@ -329,7 +329,7 @@ def quantize_row(
     scale_row = row if SCHEME == "mxfp8" else tl.load(scale_row_of_pair + pair)
     amaxes = ()
     for chunk in tl.static_range(CHUNKS):
-        amax = largest_of_pieces(held[chunk], x.dtype.element_ty)
+        amax = largest_of_pieces(held[chunk], x.dtype.element_ty, NATIVE)
         amaxes += (amax,)  # type: ignore[assignment]
     of_row = 1.0
     if SCHEME == "nvfp4":
@@ -420,7 +420,7 @@ def load_row(source, K: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr
 
 
 @triton.jit
-def largest_of_pieces(words, dtype: tl.constexpr):
+def largest_of_pieces(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """The bits of the largest magnitude of each piece, as float32, int32 [PIECES].
 
     Bits of magnitudes have their order, with Inf and then NaN behind them.
@@ -428,31 +428,36 @@ def largest_of_pieces(words, dtype: tl.constexpr):
     if dtype == tl.float32:
         bits = tl.max((words & 0x7FFFFFFF).to(tl.int32), 1)
     else:
-        w0, w1, w2, w3 = quarters(magnitudes(words))
-        a, b = tl.split(larger(larger(w0, w1), larger(w2, w3)))
-        both = larger(a, b)
-        most = float32_of(tl.maximum(both >> 16, both & 0xFFFF), dtype)
-        bits = most.to(tl.int32, bitcast=True)
+        w0, w1, w2, w3 = quarters(words)
+        a, b = tl.split(larger(larger(w0, w1, NATIVE), larger(w2, w3, NATIVE), NATIVE))
+        both = larger(a, b, NATIVE)
+        most = larger(both, both << 16, NATIVE) >> 16 & 0x7FFF
+        bits = float32_of(most, dtype).to(tl.int32, bitcast=True)
     return bits
 
 
-@triton.jit
-def magnitudes(words):
-    """Of the two numbers of each word, bfloat16 or, whose order is the same, float16.
+_LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+_LARGER_BEFORE_SM86 = tl.constexpr(
+    """{
+    .reg .b32 left, right;
+    abs.bf16x2 left, $1;
+    abs.bf16x2 right, $2;
+    max.NaN.bf16x2 $0, left, right;
+    }"""
+)
 
-    float16 that would be NaN as bfloat16 are NaN, too, and remain that here and in `larger`.
+
+@triton.jit
+def larger(a, b, NATIVE: tl.constexpr):
+    """The larger magnitudes of two words' numbers, by halves, with any signs.
+
+    Numbers are bfloat16 or, whose order is the same, float16. float16 that would be NaN as bfloat16
+    are NaN, too, and remain that.
     """
     if _IN_PYTHON:
-        return words & 0x7FFF7FFF
-    return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [words], tl.uint32, True, 1)
-
-
-@triton.jit
-def larger(a, b):
-    """The larger ones of two words' `magnitudes`, by halves."""
-    if _IN_PYTHON:
+        a, b = a & 0x7FFF7FFF, b & 0x7FFF7FFF
         return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
-    asm: tl.constexpr = "max.NaN.bf16x2 $0, $1, $2;"
+    asm: tl.constexpr = _LARGER if NATIVE else _LARGER_BEFORE_SM86
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.uint32, True, 1)
 
 
