@@ -55,6 +55,8 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _UNIT = tl.constexpr(8388608.0)
 _UNIT_BITS = tl.constexpr(0x4B000000)
 """2**23: float32 from here on are integers, which their last bits count."""
+_TENTH = tl.constexpr(0.09999999403953552)
+"""The float32 below 0.1: its product with 5 is below 0.5, and that with the next float32 above."""
 _TILE_WORDS = tl.constexpr(128)
 
 
@@ -354,14 +356,17 @@ def quantize_row(
         piece = chunk * PIECES + tl.arange(0, PIECES)
         even, odd = numbers(held[chunk], x.dtype.element_ty)
         if SCHEME == "nvfp4":
-            byte, factor = nvfp4_scale(amaxes[chunk], of_row, per_row, NATIVE)
+            byte, factor = nvfp4_scale(amaxes[chunk], of_row, per_row, STATIC, NATIVE)
         else:
             pairs_of_pieces = tl.reshape(amaxes[chunk], [PIECES // 2, 2])
             amax = tl.max(pairs_of_pieces, 1, keep_dims=True)
             amax = tl.reshape(tl.broadcast_to(amax, [PIECES // 2, 2]), [PIECES])
             byte, factor = e8m0_scale(amax, ROUND_UP, EXPONENT)
-        # The codes of a group whose scale is NaN are 0.
-        is_nan = (byte == (0x7F if SCHEME == "nvfp4" else 0xFF))[:, None]
+        # The codes of a group whose scale is NaN are 0; a row's own global scale is NaN for all.
+        if SCHEME == "nvfp4" and not STATIC:
+            is_nan = of_row != of_row
+        else:
+            is_nan = (byte == (0x7F if SCHEME == "nvfp4" else 0xFF))[:, None]
         even, odd = even * factor[:, None], odd * factor[:, None]
         if SCHEME == "mxfp8":
             value = tl.reshape(tl.join(even, odd), [PIECES, 16])
@@ -369,7 +374,7 @@ def quantize_row(
             to = codes + row * K + piece[:, None] * 16 + tl.arange(0, 16)[None, :]
             tl.store(to, code, mask=piece[:, None] < K // 16)
         else:
-            low, high = encode_e2m1(even, SCHEME == "nvfp4"), encode_e2m1(odd, SCHEME == "nvfp4")
+            low, high = encode_e2m1(even, STATIC), encode_e2m1(odd, STATIC)
             word = pack_e2m1(low, high, signs(held[chunk], x.dtype.element_ty))
             to = codes.to(tl.pointer_type(tl.uint32)) + row * (K // 8)
             to += piece[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -504,17 +509,20 @@ def token_scale(amaxes, PIECES: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_scale(amax, of_row, per_row, NATIVE: tl.constexpr):
+def nvfp4_scale(amax, of_row, per_row, STATIC: tl.constexpr, NATIVE: tl.constexpr):
     """E4M3 scales as int32 bytes, and what to multiply pieces by.
 
     Args:
         amax: int32 [PIECES], the bits of the largest magnitudes.
         of_row: float32, the global scale.
         per_row: its reciprocal.
+        STATIC: whether `of_row` may be a number though there are NaN or Inf in the row.
         NATIVE: whether the device converts E4M3.
     """
     wanted = per_row * (amax.to(tl.float32, bitcast=True) * _SIXTH)
-    byte = encode_e4m3_byte(tl.where(amax < _INF_BITS, wanted, float("nan")), NATIVE)
+    if STATIC:
+        wanted = tl.where(amax < _INF_BITS, wanted, float("nan"))
+    byte = encode_e4m3_byte(wanted, NATIVE)
     number = decode_e4m3(byte, NATIVE) * of_row
     factor = tl.where(byte == 0, 0.0, reciprocal(number))
     return byte.to(tl.int32), factor
@@ -579,14 +587,18 @@ def encode_e2m1(x, SATURATES: tl.constexpr):
     2**23 to a line rounds it to an integer, in the last bits. Products with 2 and 0.5 are exact:
     a line is rounded once, fused or not. For NaN any code.
 
-    Magnitudes are below 7 unless it SATURATES.
+    Magnitudes are below 15 unless it SATURATES. Then a flatter third line will do that, fused, is
+    6 up to 5 and 7 from there to 15, and no code needs to be clamped.
     """
     magnitude = tl.abs(x)
     steep = tl.fma(magnitude, 2.0, _UNIT).to(tl.uint32, bitcast=True)
     middle = (magnitude + (_UNIT + 2.0)).to(tl.uint32, bitcast=True)
-    flat = tl.fma(magnitude, 0.5, _UNIT + 4.0).to(tl.uint32, bitcast=True)
-    code = tl.minimum(tl.minimum(steep, middle), flat)
-    return tl.minimum(code, _UNIT_BITS + 7) if SATURATES else code
+    if SATURATES or _IN_PYTHON:
+        flat = tl.fma(magnitude, 0.5, _UNIT + 4.0).to(tl.uint32, bitcast=True)
+        flat = tl.minimum(flat, _UNIT_BITS + 7)
+    else:
+        flat = tl.fma(magnitude, _TENTH, _UNIT + 6.0).to(tl.uint32, bitcast=True)
+    return tl.minimum(tl.minimum(steep, middle), flat)
 
 
 _PACK = tl.constexpr(

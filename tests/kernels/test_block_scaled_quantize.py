@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from moequant.formats.elements import encode_e2m1
 from moequant.kernels.block_scaled_quantize import (
+    _TENTH,
     BlockScaledRows,
     ScalePlaces,
     by_2688,
@@ -34,7 +36,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SCHEMES = ["nvfp4", "nvfp4_static", "mxfp4", "mxfp8"]
 UNTOUCHED = 0xA5
 
-# How the kernel divides, in PTX.
+# How the kernel encodes E2M1 and divides, in PTX.
+LINES = r"fma\.rn\.f32\s+%\w+, %\w+, 0f(40000000|3F000000|3DCCCCCC), 0f\w+;"
 RECIPROCAL = (
     r"rcp\.approx\.ftz\.f32 guess, (%\w+);\s+neg\.f32 negative, \1;\s+"
     r"fma\.rn\.f32 error, negative, guess, 0f3F800000;\s+"
@@ -261,7 +264,7 @@ def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(compile
     assert [k["scheme"] for k in kernels] == [None, "nvfp4", "nvfp4", "mxfp4", "mxfp8"]
     for kernel in kernels:
         # An approximate quotient, a flushed denormal or a sum with a product that was not rounded
-        # would differ; products with 2 and 0.5 are exact.
+        # would differ; products with 2 and 0.5 are exact, and that with 0.1 is meant to be fused.
         ptx = re.sub(r"^\s*\.loc\b.*\n", "", kernel["ptx"], flags=re.MULTILINE)
         ptx, divisions = re.subn(RECIPROCAL, "", ptx)
         ptx, token_scales = re.subn(BY_2688, "", ptx)
@@ -271,7 +274,18 @@ def test_kernels_compile_and_round_nothing_but_what_the_reference_rounds(compile
         assert not re.search(r"\b(div|rcp)\.|\.ftz\.", ptx)
         assert not re.search(r"\b(mul|add|sub)\.f32\b", ptx)  # ptxas may fuse these
         for fused in re.findall(r"\bfma.*;", ptx):
-            assert re.fullmatch(r"fma\.rn\.f32\s+%\w+, %\w+, 0f(40|3F)000000, 0f\w+;", fused)
+            assert re.fullmatch(LINES, fused)
+
+
+def test_the_least_of_three_lines_is_the_code_of_a_magnitude_below_15():
+    """All BF16 numbers and the float32 on both sides of each, in float64, where lines are exact."""
+    x = torch.arange(0x4170, dtype=torch.int16).view(torch.bfloat16).float()
+    up, down = torch.tensor(torch.inf), torch.tensor(0.0)
+    x = torch.cat([x, x.nextafter(up), x.nextafter(down)])
+    wide = x.double()
+    steep, middle, flat = (wide * 2).round(), wide.round() + 2, (wide * _TENTH.value + 6).round()
+    lines = torch.stack([steep, middle, flat])
+    assert torch.equal(lines.amin(0), encode_e2m1(x).double())
 
 
 def test_a_step_of_newtons_method_rounds_reciprocals_correctly():
