@@ -352,8 +352,14 @@ def quantize_row(
     else:
         words = scale + first_of_tiles(scale_row, scale_columns)
         quad_words = _TILE_WORDS
+    piece = tl.arange(0, PIECES)
+    if SCHEME == "mxfp8":
+        to = codes + row * K + piece[:, None] * 16 + tl.arange(0, 16)[None, :]
+    else:
+        to = codes.to(tl.pointer_type(tl.uint32)) + row * (K // 8)
+        to += piece[:, None] * 2 + tl.arange(0, 2)[None, :]
+    scale_bytes = ()
     for chunk in tl.static_range(CHUNKS):
-        piece = chunk * PIECES + tl.arange(0, PIECES)
         even, odd = numbers(held[chunk], x.dtype.element_ty)
         if SCHEME == "nvfp4":
             byte, factor = nvfp4_scale(amaxes[chunk], of_row, per_row, STATIC, NATIVE)
@@ -362,6 +368,7 @@ def quantize_row(
             amax = tl.max(pairs_of_pieces, 1, keep_dims=True)
             amax = tl.reshape(tl.broadcast_to(amax, [PIECES // 2, 2]), [PIECES])
             byte, factor = e8m0_scale(amax, ROUND_UP, EXPONENT)
+        scale_bytes += (byte,)  # type: ignore[assignment]
         # The codes of a group whose scale is NaN are 0; a row's own global scale is NaN for all.
         if SCHEME == "nvfp4" and not STATIC:
             is_nan = of_row != of_row
@@ -371,33 +378,76 @@ def quantize_row(
         if SCHEME == "mxfp8":
             value = tl.reshape(tl.join(even, odd), [PIECES, 16])
             code = tl.where(is_nan, 0, encode_e4m3_byte(value, NATIVE)).to(tl.uint8)
-            to = codes + row * K + piece[:, None] * 16 + tl.arange(0, 16)[None, :]
-            tl.store(to, code, mask=piece[:, None] < K // 16)
         else:
             low, high = encode_e2m1(even, STATIC), encode_e2m1(odd, STATIC)
             word = pack_e2m1(low, high, signs(held[chunk], x.dtype.element_ty))
-            to = codes.to(tl.pointer_type(tl.uint32)) + row * (K // 8)
-            to += piece[:, None] * 2 + tl.arange(0, 2)[None, :]
-            tl.store(to, tl.where(is_nan, 0, word), mask=piece[:, None] < K // 16)
-        byte = tl.where(piece // (GROUP // 16) < K // GROUP, byte, 0)
-        quad = piece // (GROUP // 4)
-        mask = (piece % (GROUP // 4) == 0) & (quad < (K // GROUP + 3) // 4)
-        tl.store(words + quad * quad_words, quads_of(byte, PIECES, GROUP), mask=mask)
+            code = tl.where(is_nan, 0, word)
+        mask = (chunk * PIECES + piece)[:, None] < K // 16
+        tl.store(to + chunk * PIECES * to.shape[1], code, mask=mask)
+    store_scales(scale_bytes, words, quad_words, K, GROUP, PIECES, CHUNKS)
 
 
 @triton.jit
-def quads_of(byte, PIECES: tl.constexpr, GROUP: tl.constexpr):
-    """Four scales to an int32, for each piece those around it, of int32 bytes of pieces.
+def store_scales(
+    scale_bytes,
+    words,
+    quad_words,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Store a row's scales, int32 bytes [PIECES] of each chunk: four every `quad_words` words.
 
-    The threads of a quad are of one warp, which need no shared memory for this.
+    The threads that have a quad's bytes of four chunks get a whole one each, and store it at once.
     """
-    AROUND: tl.constexpr = GROUP // 4
-    piece = tl.arange(0, AROUND)[None, :]
-    shifted = tl.reshape(byte, [PIECES // AROUND, AROUND]) << piece // (GROUP // 16) * 8
-    # Pieces of a group have the same byte.
-    once = tl.where(piece % (GROUP // 16) == 0, shifted, 0)
-    quads = tl.sum(once, 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(quads, [PIECES // AROUND, AROUND]), [PIECES])
+    THREADS: tl.constexpr = GROUP // 16
+    QUADS: tl.constexpr = PIECES // THREADS // 4
+    piece = tl.arange(0, PIECES)
+    group = piece // THREADS
+    quad = group % 4 * QUADS + group // 4
+    to = words + quad * quad_words
+    for first in tl.static_range(0, CHUNKS, 4):
+        packed = tl.zeros([PIECES], tl.uint32)
+        for i in tl.static_range(4):
+            if first + i < CHUNKS:
+                here = ((first + i) * PIECES + piece) // THREADS < K // GROUP
+                packed |= tl.where(here, scale_bytes[first + i], 0).to(tl.uint32) << i * 8
+        word = transposed(packed, THREADS).to(tl.int32, bitcast=True)
+        mask = (piece % THREADS == 0) & (first * QUADS + quad < (K // GROUP + 3) // 4)
+        tl.store(to + first * QUADS * quad_words, word, mask=mask)
+
+
+@triton.jit
+def transposed(words, THREADS: tl.constexpr):
+    """uint32 [PIECES]: every four, THREADS apart, are rows of 4 x 4 bytes, and become columns.
+
+    The rows are in threads of one warp, which need no shared memory for this.
+    """
+    SHAPE: tl.constexpr = [words.shape[0] // THREADS // 4, 4, THREADS]
+    row = tl.broadcast_to(tl.arange(0, 4)[None, :, None], SHAPE)
+    own = tl.reshape(words, SHAPE)
+    # First every 2 x 2 bytes, then those by 2 x 2.
+    own = pick_bytes(own, tl.gather(own, row ^ 1, 1), tl.where(row % 2 == 0, 0x6240, 0x3715))
+    own = pick_bytes(own, tl.gather(own, row ^ 2, 1), tl.where(row < 2, 0x5410, 0x3276))
+    return tl.reshape(own, words.shape)
+
+
+@triton.jit
+def pick_bytes(a, b, places):
+    """Four of the eight bytes of two words, one for each four bits of `places`.
+
+    0x6240: byte 0 of `a`, byte 0 of `b`, byte 2 of `a` and byte 2 of `b`.
+    """
+    if _IN_PYTHON:
+        both = a.to(tl.uint64) | b.to(tl.uint64) << 32
+        word = tl.zeros_like(both)
+        for i in tl.static_range(4):
+            place = (places >> i * 4 & 7).to(tl.uint64)
+            word |= (both >> place * 8 & 0xFF) << i * 8
+        return word.to(tl.uint32)
+    asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, places], tl.uint32, True, 1)
 
 
 @triton.jit
