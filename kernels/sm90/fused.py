@@ -140,12 +140,17 @@ class Sm90Weights(ABC):
         both = {"rows": tiling.rows, "pair": tiling.pair}
         return [self.gemm({**both, **own}, buffers, tiling) for own in (gate_up, down)]
 
-    def gemm_configs(self, tokens: int, topk: int) -> list[GemmConfig]:
-        """The kernels of the GEMMs of a call of [tokens, topk] pairs, without memory for it."""
+    def gemm_configs(
+        self, tokens: int, topk: int, tiling: Tiling | None = None
+    ) -> list[GemmConfig]:
+        """The kernels of the GEMMs of a call of [tokens, topk] pairs, without memory for it.
+
+        By default with the tiling that such calls have.
+        """
         if tokens * topk == 0:
             return []
         tokens = part_tokens(tokens, topk)
-        tiling = self.tiling(tokens, topk)
+        tiling = tiling or self.tiling(tokens, topk)
         buffers = Buffers.carve(self, tokens, topk, tiling, WorkspaceArena())
         return [config for config, _ in self.gemms(tokens, topk, tiling, buffers)]
 
@@ -264,6 +269,16 @@ class Sm90Weights(ABC):
             MoequantError: the compiler refuses one.
         """
         compile_ahead(config for M in tokens for config in self.gemm_configs(M, topk))
+
+    def compile_tilings(self, tokens: int, topk: int, tilings: Iterable[Tiling]) -> None:
+        """Compile the kernels of the GEMMs of such a call with each tiling, several at once.
+
+        Raises:
+            MoequantError: the compiler refuses one.
+        """
+        compile_ahead(
+            config for tiling in tilings for config in self.gemm_configs(tokens, topk, tiling)
+        )
 
     def run(
         self,

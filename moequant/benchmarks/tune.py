@@ -84,6 +84,7 @@ class TunedLayer:
         topk, tuner = self._shape.topk, self.tuner
         assert tuner is not None
         with torch.cuda.device(self._device):
+            tuner.compile_tilings(tokens, topk, tilings)
             inputs = inputs_of(self._shape, tokens, self._device, routing)
             pick = checked_tokens(tokens, self._device)
             reference = FusedExperts(

@@ -43,7 +43,7 @@ class Idle:
 
 @pytest.fixture(autouse=True)
 def sm90(monkeypatch):
-    """A CPU passes for a GPU of SM90."""
+    """A CPU passes for a GPU of SM90; returns the kernels that were to be compiled, by request."""
     properties = SimpleNamespace(name="A GPU", multi_processor_count=132)
     for backend in (Sm90Fp8Block, Sm90W4a8):
         monkeypatch.setattr(backend, "supports", lambda self, workload: None)
@@ -51,6 +51,9 @@ def sm90(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(fused, "stream_of", lambda device: 0)
     monkeypatch.setattr(fused, "GroupedGemm", Idle)
+    compiled = []
+    monkeypatch.setattr(fused, "compile_ahead", lambda configs: compiled.append([*configs]))
+    return compiled
 
 
 def call_each(contenders, *, rests):
@@ -167,6 +170,14 @@ def test_a_layer_times_every_tiling_it_is_asked_for(layer):
     tilings = layer.tuner.tilings(20, 2)
     assert len(tilings) > 1
     assert layer.times_us(20, tilings) == {tiling: us for us, tiling in enumerate(tilings)}
+
+
+def test_the_kernels_of_all_tilings_are_compiled_together(layer, sm90):
+    tilings = layer.tuner.tilings(20, 2)
+    layer.times_us(20, tilings)
+    (configs,) = sm90
+    assert [config.rows for config in configs[::2]] == [tiling.rows for tiling in tilings]
+    assert len(configs) == 2 * len(tilings)
 
 
 @pytest.mark.parametrize("activations", ["format", "fp8_token"])

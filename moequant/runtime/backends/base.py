@@ -41,6 +41,9 @@ class Tuner(Protocol):
     def tilings(self, tokens: int, topk: int) -> Sequence[Any]:
         """Those worth timing for [tokens, topk] pairs; the first is what calls have now."""
 
+    def compile_tilings(self, tokens: int, topk: int, tilings: Sequence[Any]) -> None:
+        """Compile what calls with these tilings will run, several kernels at once."""
+
     def workspace_bytes(self, tokens: int, topk: int, tiling: Any, /) -> int:
         """Bytes of scratch memory that a call with `tiling` needs."""
 

@@ -302,6 +302,12 @@ def test_kernels_are_compiled_at_once_and_each_of_them_once(compiled, monkeypatc
     assert len(compiled) == 4
 
 
+def test_kernels_of_all_tilings_are_compiled_at_once(compiled):
+    few, many = Tiling(rows=8), Tiling(rows=64)
+    w4a8_weights(8, 512, 256).compile_tilings(100, 4, [few, many])
+    assert sorted(defines["ROWS"] for defines in compiled) == [8, 8, 64, 64]
+
+
 def test_what_the_compiler_refuses_is_said(monkeypatch):
     def refuse(source, defines):
         raise MoequantError("line 7: no")
