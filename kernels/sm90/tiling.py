@@ -102,6 +102,9 @@ class Tilings(ABC):
     """Those that can be paired."""
     gather_rows: ClassVar[tuple[int, ...]]
     """Those that can be gathered."""
+    skewed_rows: ClassVar[int] = 0
+    """The formula's tiles have up to so many rows for experts that have many more than the mean:
+    a quarter of the tokens' number."""
 
     @abstractmethod
     def _split(self, rows: int, rounds: float) -> int:
@@ -146,12 +149,14 @@ class Tilings(ABC):
     def default(self, problem: TuningProblem) -> Tiling:
         """Rows that nearly all experts fit in under uniform routing; split while SMs are idle.
 
+        More where a family has `skewed_rows`.
+
         Pairs where nearly all experts have two tiles of 65 rows or more: what is left over of one
         that does not would wait for its partner.
         """
         pairs = problem.tokens * problem.topk
         mean = pairs / problem.experts
-        likely = mean + 2 * mean**0.5
+        likely = max(mean + 2 * mean**0.5, min(problem.tokens // 4, self.skewed_rows))
         rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
         pair = rows in self.pair_rows and mean - 2 * mean**0.5 > 192
         active = min(pairs, problem.experts)

@@ -14,9 +14,11 @@ from moequant.kernels.sm90 import tiling as module
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelTilings
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Tilings
+from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Tilings
 
 FP8, W4A8, CHANNEL = Fp8BlockTilings(), W4a8Tilings(), Fp8ChannelTilings()
-every_family = pytest.mark.parametrize("family", [FP8, W4A8, CHANNEL], ids=lambda f: f.name)
+FAMILIES = [FP8, W4A8, CHANNEL, W4a16Tilings()]
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 
 
 def problem(tokens, **changes):
@@ -149,22 +151,30 @@ def test_few_units_are_split_and_so_are_those_of_part_of_a_second_round():
 
 
 @pytest.mark.parametrize(
-    ("pairs", "shape", "want"),
+    ("tokens", "shape", "want"),
     [
-        (8, (128, 2048, 768), Tiling(rows=8, split13=2, split2=2)),
-        (2, (8, 4096, 14336), Tiling(rows=8, split2=4)),
-        (8, (256, 7168, 2048), Tiling(rows=8)),
-        (1024, (128, 2048, 768), Tiling(rows=16)),
-        (4096, (128, 2048, 768), Tiling(rows=48, gather=True)),
-        (16384, (256, 7168, 2048), Tiling(rows=96)),
-        (16384, (128, 2048, 768), Tiling(rows=128)),
-        (65536, (128, 2048, 768), Tiling(rows=128, pair=True, gather=True)),
+        (1, (128, 2048, 768, 8), Tiling(rows=8, split13=2, split2=2)),
+        (1, (8, 4096, 14336, 2), Tiling(rows=8, split2=4)),
+        (1, (256, 7168, 2048, 8), Tiling(rows=8)),
+        (32, (128, 2048, 768, 8), Tiling(rows=8)),
+        (128, (128, 2048, 768, 8), Tiling(rows=32)),
+        (128, (256, 7168, 2048, 8), Tiling(rows=32)),
+        (512, (128, 2048, 768, 8), Tiling(rows=48, gather=True)),
+        (512, (256, 7168, 2048, 8), Tiling(rows=48, gather=True)),
+        (2048, (256, 7168, 2048, 8), Tiling(rows=96)),
+        (2048, (128, 2048, 768, 8), Tiling(rows=128)),
+        (8192, (128, 2048, 768, 8), Tiling(rows=128, pair=True, gather=True)),
     ],
 )
-def test_the_formula_of_w4a8_chooses_what_was_fast(pairs, shape, want):
-    experts, hidden, intermediate = shape
-    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "topk": 1}
-    assert W4A8.default(problem(pairs, **sizes)) == want
+def test_the_formula_of_w4a8_chooses_what_was_fast(tokens, shape, want):
+    sizes = dict(zip(("experts", "hidden", "intermediate", "topk"), shape, strict=True))
+    assert W4A8.default(problem(tokens, **sizes)) == want
+
+
+def test_the_formula_has_larger_tiles_for_busy_experts_of_four_bit_weights_alone():
+    shape = {"experts": 256, "hidden": 7168, "intermediate": 2048, "topk": 8}
+    rows = {family.name: family.default(problem(128, **shape)).rows for family in FAMILIES}
+    assert rows == {"fp8_block": 8, "fp8_channel": 8, "w4a8": 32, "nvfp4_bf16": 32}
 
 
 @every_family
