@@ -66,6 +66,10 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--expert-parallel", is_flag=True, help="Divide experts among these GPUs.")
 @click.option(
+    "--profile", is_flag=True,
+    help="Also say how long the GPU is busy in a step; --json has the kernels.",
+)  # fmt: skip
+@click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
     help="Where to time; vLLM is timed on cuda only.",
 )  # fmt: skip
@@ -89,6 +93,7 @@ def command(
     attention_backend: str | None,
     tensor_parallel: int,
     expert_parallel: bool,
+    profile: bool,
     device: str,
     folder: Path | None,
     output: Path | None,
@@ -123,6 +128,7 @@ def command(
         attention_backend=attention_backend,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
+        profile=profile,
         timeout_s=timeout,
     )
     with out.progress() as progress:
@@ -155,6 +161,9 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
             columns += [f">{batch}", ">share"]
         columns += [f">prefill {document['prefill_tokens']}, ms"]
         out.table(columns, list(_rows(row, document)))
+        if busy := list(_busy_rows(row, document)):
+            out.line(f"{row['name']}: ms of these in which the GPU is busy")
+            out.table(["engine", *(f">{batch}" for batch in document["batches"]), ">prefill"], busy)
         for engine in row["engines"]:
             if "error" in engine:
                 out.line(f"{engine['engine']} was not timed: {engine['error']}")
@@ -182,3 +191,11 @@ def _rows(row: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[list[
             *cells,
             f"{engine['prefill']['ms']:.1f}",
         ]
+
+
+def _busy_rows(row: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Of the engines that were profiled."""
+    for engine in row["engines"]:
+        if profile := engine.get("profile"):
+            parts = [*map(str, document["batches"]), "prefill"]
+            yield [engine["engine"], *(f"{profile[part]['busy_ms']:.3f}" for part in parts)]

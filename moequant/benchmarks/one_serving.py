@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.benchmarks.device_profile import NOTHING, profile_call, profile_of_step
 from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from moequant.benchmarks.device_profile import DeviceProfile
     from moequant.benchmarks.serving_engines import Engine
 
 PROMPT_TOKENS = 64
 FIRST_TOKENS = 16
 """New tokens of the shorter of two calls, whose difference is decoding alone."""
 PREFILL_PROMPTS = 8
+_PROFILED_STEPS = 32
 _CPU_READ_BYTES = 1 << 28
 _CPU_READS = 5
 _IDS = range(3, 30000)
@@ -55,10 +58,11 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `engine`, `setup` (the fields of Setup), `batches`, `steps`, `rounds`,
-            `prefill_tokens` and `vocabulary`.
+            `prefill_tokens`, `vocabulary` and `profile`, whether to do that, too.
 
     Returns:
-        `version`, `experts`, `start_s`, `decode_s` (seconds of a step, by batch) and `prefill_s`.
+        `version`, `experts`, `start_s`, `decode_s` (seconds of a step, by batch), `prefill_s`, and
+        `profile`: of a step by batch and of the "prefill", as `profile_of_step` says; else empty.
 
     Raises:
         MoequantError: more tokens did not take longer.
@@ -75,13 +79,34 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     length = request["prefill_tokens"] // PREFILL_PROMPTS
     engine.prepare(length + 1)
     prefill_s = _least_s(engine, prompts, PREFILL_PROMPTS, length, new_tokens=1, rounds=rounds)
+    profile = _profile(engine, prompts, request["batches"], length) if request["profile"] else {}
     return {
         "version": engine.version,
         "experts": engine.experts,
         "start_s": start_s,
         "decode_s": decode_s,
         "prefill_s": prefill_s,
+        "profile": profile,
     }
+
+
+def _profile(
+    engine: Engine, prompts: _Prompts, batches: Sequence[int], prefill_length: int
+) -> dict[str, Any]:
+    """After all is timed, since a profiler takes time."""
+
+    def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
+        ids = prompts.draw(batch, length)
+        return profile_call(partial(engine.generate, ids, new_tokens))
+
+    prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)
+    found = {"prefill": profile_of_step(NOTHING, prefill, 1)}
+    for batch in batches:
+        engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + _PROFILED_STEPS)
+        new_tokens = (FIRST_TOKENS, FIRST_TOKENS + _PROFILED_STEPS)
+        few, many = (profiled(batch, PROMPT_TOKENS, new) for new in new_tokens)
+        found[str(batch)] = profile_of_step(few, many, _PROFILED_STEPS)
+    return found
 
 
 def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds: int) -> float:

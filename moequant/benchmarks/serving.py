@@ -14,6 +14,8 @@ bandwidth that the device is measured to have in the same run. The result is a J
         version, experts (what computes them), start_s
         decode      for each batch: batch, ms_per_step, tokens_per_s, and share_of_floor, at most 1
         prefill     ms, tokens_per_s
+        profile     if asked for: of a step by batch, and of "prefill": busy_ms, in which the GPU
+                    does anything, and kernels, those with the most time: name, ms, launches
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class ServingMeasure:
         attention_backend: vLLM's name of one; None for vLLM's choice.
         tensor_parallel: number of GPUs of vLLM.
         expert_parallel: whether these divide experts.
+        profile: whether torch's profiler looks at a step after all is timed.
         timeout_s: seconds after which an engine is given up.
     """
 
@@ -104,6 +107,7 @@ class ServingMeasure:
     attention_backend: str | None = None
     tensor_parallel: int = 1
     expert_parallel: bool = False
+    profile: bool = False
     timeout_s: float = 600.0
 
 
@@ -209,6 +213,11 @@ def _check(
             f"a prefill of {measure.prefill_tokens} tokens does not divide into {PREFILL_PROMPTS} "
             f"prompts; choose a multiple of {PREFILL_PROMPTS}"
         )
+    if measure.profile and (measure.device != "cuda" or measure.tensor_parallel > 1):
+        raise UnsupportedError(
+            "a profile is of one GPU, which one process uses; leave out --profile, or choose "
+            "--device cuda and --tensor-parallel 1"
+        )
     for path in checkpoints:
         Checkpoint.open(path)
     if random_source is not None:
@@ -274,6 +283,7 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         "rounds": measure.rounds,
         "prefill_tokens": measure.prefill_tokens,
         "vocabulary": vocabulary_size(Checkpoint.open(path).config, path),
+        "profile": measure.profile,
     }
     found, log = run_step(
         "engine",
@@ -315,6 +325,7 @@ def _figures(
             "ms": found["prefill_s"] * 1e3,
             "tokens_per_s": measure.prefill_tokens / found["prefill_s"],
         },
+        **({"profile": found["profile"]} if measure.profile else {}),
     }
 
 

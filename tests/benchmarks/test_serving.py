@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moequant.benchmarks import one_serving, serving
+from moequant.benchmarks.device_profile import DeviceProfile
 from moequant.benchmarks.random_models import MODELS, RandomModel
 from moequant.benchmarks.serving import (
     RandomSource,
@@ -257,6 +258,8 @@ def test_a_device_that_cannot_be_measured_ends_it(models):
         ({"engines": ("sglang",)}, "unknown engine 'sglang'; use one of: vllm,"),
         ({"device": "mps"}, "device 'mps'"),
         ({"prefill_tokens": 100}, "prefill of 100 tokens does not divide into 8"),
+        ({"profile": True, "device": "cpu"}, "a profile is of one GPU"),
+        ({"profile": True, "tensor_parallel": 2}, "a profile is of one GPU"),
     ],
 )
 def test_wrong_choices_are_refused_before_anything_runs(models, options, message):
@@ -315,3 +318,44 @@ def test_drawing_prompts_is_not_timed():
 
     assert one_serving._least_s(Engine(), Drawn(), 2, 3, new_tokens=4, rounds=2) >= 0
     assert events == ["draw"] * 3 + [(n, 2, 3, 4) for n in (1, 2, 3)]
+
+
+def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monkeypatch):
+    calls = []
+
+    class Engine:
+        version, experts = "1", "ours"
+
+        def __init__(self, setup):
+            pass
+
+        def prepare(self, max_tokens):
+            pass
+
+        def generate(self, prompts, new_tokens):
+            calls.append((len(prompts), len(prompts[0]), new_tokens))
+            time.sleep(1e-4 * new_tokens)
+
+    def profile_call(call):
+        timed = len(calls)
+        call()
+        (batch, length, new_tokens) = calls.pop()
+        profiled.append((timed, batch, length, new_tokens))
+        return DeviceProfile(
+            busy_us=1e3 * new_tokens, kernel_us={"k": 5e2 * new_tokens}, launches={"k": new_tokens}
+        )
+
+    profiled = []
+    monkeypatch.setitem(one_serving.ENGINES, "fake", Engine)
+    monkeypatch.setattr(one_serving, "profile_call", profile_call)
+    monkeypatch.setattr(one_serving, "Setup", lambda: None)
+    request = {
+        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 20, "rounds": 1,
+        "prefill_tokens": 80, "vocabulary": 100, "profile": True,
+    }  # fmt: skip
+    step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
+    assert one_serving.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}
+    timed = len(calls)
+    want = [(8, 10, 1), *((batch, 64, new) for batch in (1, 2) for new in (16, 48))]
+    assert profiled == [(timed, *call) for call in want]
+    assert one_serving.time_engine({**request, "profile": False})["profile"] == {}

@@ -99,6 +99,22 @@ def test_times_stand_beside_the_floor(run, measured, tmp_path):
     assert asked["measure"].engines == ["moequant"]
 
 
+def test_busy_times_of_profiled_engines_stand_below_the_others(run, measured):
+    measured()
+    assert "busy" not in run("bench", "serve", "a-model").stdout
+    kernels = [{"name": "gemm", "ms": 0.75, "launches": 24.0}]
+    profile = {
+        part: {"busy_ms": ms, "kernels": kernels} for part, ms in (("1", 1), ("prefill", 38))
+    }
+    measured({**DOCUMENT["checkpoints"][0]["engines"][0], "engine": "vllm", "profile": profile})
+    result = run("bench", "serve", "a-model", "--profile")
+    assert result.exit_code == 0
+    title, columns, *rows = result.stdout.partition("a-model: ms of these")[2].splitlines()
+    assert title == " in which the GPU is busy"
+    assert columns.split() == ["engine", "1", "prefill"]
+    assert [row.split() for row in rows] == [["vllm", "1.000", "38.000"]]
+
+
 def test_an_engine_that_failed_is_named_and_the_exit_code_is_1(run, measured):
     measured(FAILED)
     result = run("bench", "serve", "a-model")
@@ -135,7 +151,7 @@ def test_options_say_what_to_measure(run, measured):
         "--shape", "deepseek-v3", "--layers", 2, "--vocabulary", 4096, "--format", "mxfp4,bf16",
         "--activations", "fp8_token", "--batch", "1,8", "--prefill", 64, "--steps", 9, "--rounds",
         1, "--timeout", 5, "--attention-backend", "TRITON_MLA", "--tensor-parallel", 2,
-        "--expert-parallel",
+        "--expert-parallel", "--profile",
     )  # fmt: skip
     assert run("bench", "serve", *options).exit_code == 0
     source, measure = asked["source"], asked["measure"]
@@ -144,7 +160,8 @@ def test_options_say_what_to_measure(run, measured):
     assert measure == serving.ServingMeasure(
         engines=["vllm", "vllm+moequant", "transformers", "moequant"], batches=[1, 8],
         prefill_tokens=64, steps=9, rounds=1, device="cuda", activations="fp8_token",
-        attention_backend="TRITON_MLA", tensor_parallel=2, expert_parallel=True, timeout_s=5,
+        attention_backend="TRITON_MLA", tensor_parallel=2, expert_parallel=True, profile=True,
+        timeout_s=5,
     )  # fmt: skip
 
 
