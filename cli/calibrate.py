@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from moequant.cli.streamed_plan import describe_computation, describe_data, desc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from moequant.calibration import CalibrationPlan, CalibrationResult
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     metavar="FILE",
     help="Text, or a dataset FILE.jsonl whose lines have text, messages or input_ids.",
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "-o",
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=options.FILE,
     callback=options.check_written_file,
     metavar="STATS",
     help="File of statistics to write.",

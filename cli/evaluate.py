@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +14,7 @@ from moequant.cli.streamed_plan import describe_computation, describe_data, desc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from moequant.evaluation import EvaluationPlan, EvaluationResult, ModelResult
     from moequant.runtime.activations import ActivationsChoice
@@ -35,7 +35,7 @@ _RATIO = (">KL / first", ">± se")
 @click.argument("reference", type=options.DIRECTORY)
 @click.argument("tests", nargs=-1, metavar="[TEST]...", type=options.DIRECTORY)
 @click.option(
-    "--data", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    "--data", required=True, type=options.FILE, metavar="FILE",
     help="Text, whose sections form feeds separate, or a dataset FILE.jsonl as for calibrate.",
 )  # fmt: skip
 @click.option(
@@ -64,7 +64,7 @@ _RATIO = (">KL / first", ">± se")
     help="Also compare REFERENCE with itself in the other dtype, which runs it once more.",
 )  # fmt: skip
 @click.option(
-    "--keep", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+    "--keep", metavar="FILE", type=options.FILE,
     callback=options.check_written_file,
     help="Keep the reference's predictions in FILE, or use those in it instead of running it.",
 )  # fmt: skip

@@ -115,14 +115,14 @@ def results_option(flag: str, *, name: str, help: str) -> Callable[[_Command], _
     """Saved results of another command; may be given several times."""
     return click.option(
         flag, name, multiple=True, metavar="FILE.json", help=f"{help} May be given several times.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FILE,
     )  # fmt: skip
 
 
 def kept_document_option(part: str) -> Callable[[_Command], _Command]:
     """Option --output of a command that takes long: `part` says after what it is written."""
     return click.option(
-        "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
+        "--output", metavar="FILE.json", type=FILE,
         callback=check_written_file,
         help=f"Also write the document that --json prints, after every {part}.",
     )  # fmt: skip
@@ -131,7 +131,7 @@ def kept_document_option(part: str) -> Callable[[_Command], _Command]:
 def plot_option(drawn: str) -> Callable[[_Command], _Command]:
     """Option --plot, whose help says what is drawn."""
     return click.option(
-        "--plot", metavar="FILE.svg", type=click.Path(dir_okay=False, path_type=Path),
+        "--plot", metavar="FILE.svg", type=FILE,
         callback=_check_plot, help=f"Also draw {drawn}.",
     )  # fmt: skip
 
@@ -235,6 +235,16 @@ def _check_plot(ctx: click.Context, param: click.Parameter, value: Path | None) 
     return check_written_file(ctx, param, value)
 
 
+class _File(click.Path):
+    """The path of a file, which may not exist."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click.Path, but refuses an empty one, which pathlib takes for the current folder."""
+        if not value:
+            self.fail("it is empty; name a file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class _Directory(click.Path):
     """The path of a directory, or the id of a repository."""
 
@@ -247,6 +257,7 @@ class _Directory(click.Path):
         return super().convert(value, param, ctx)
 
 
+FILE, _FILE_NAME = _File(dir_okay=False, path_type=Path), _File(dir_okay=False)
 DIRECTORY = _Directory(file_okay=False)
 """Completes directories. It may not exist, because it may be the id of a hub repository."""
 
@@ -337,14 +348,14 @@ source_format_option = _name_option(
 )
 architecture_option = click.option(
     "--architecture",
-    type=click.Path(dir_okay=False),
+    type=_FILE_NAME,
     metavar="FILE",
     help="TOML file that describes the model, used instead of the built-in table; see "
     "docs/architectures.md.",
 )
 recorded_architecture_option = click.option(
     "--architecture",
-    type=click.Path(dir_okay=False),
+    type=_FILE_NAME,
     metavar="FILE",
     help="TOML file that describes the model; needed if neither moequant.json nor the built-in "
     "table does.",
@@ -371,7 +382,7 @@ for_engine_option = _name_option(
 )
 statistics_option = click.option(
     "--statistics",
-    type=click.Path(dir_okay=False),
+    type=_FILE_NAME,
     metavar="STATS",
     help="What `moequant calibrate` measured on SOURCE: scales of routed experts are then chosen "
     "by errors weighted with the mean square of each input channel. Needed for rounding=gptq.",
@@ -390,13 +401,13 @@ keep_sensitive_option = click.option(
 )
 recorded_activation_scales_option = click.option(
     "--activation-scales",
-    type=click.Path(dir_okay=False),
+    type=_FILE_NAME,
     metavar="FILE",
     help="The file of activation scales that CONVERTED was made with, if with one.",
 )
 recorded_statistics_option = click.option(
     "--statistics",
-    type=click.Path(dir_okay=False),
+    type=_FILE_NAME,
     metavar="STATS",
     help="The statistics that CONVERTED was made with; needed if it was made with any.",
 )

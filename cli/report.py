@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -13,6 +12,7 @@ from moequant.cli.output import Output, count, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 @click.command(
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     help="What `moequant convert --json` printed: time and memory.",
 )  # fmt: skip
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html",
+    "-o", "--output", type=options.FILE, metavar="FILE.html",
     callback=options.check_written_file, default="report.html", show_default=True,
     help="The page to write; one that is there is replaced.",
 )  # fmt: skip
 @options.revision_option
 @options.recorded_architecture_option
 @click.option(
-    "--statistics", type=click.Path(dir_okay=False), metavar="STATS",
+    "--statistics", type=options.FILE, metavar="STATS",
     help="Statistics to show; needed to verify what was made with them.",
 )  # fmt: skip
 @options.recorded_activation_scales_option

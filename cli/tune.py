@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from moequant.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from moequant.runtime.activations import ActivationsChoice
 
@@ -44,7 +44,7 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )
 @click.option(
-    "--output", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False),
+    "--output", metavar="FILE.json", type=options.FILE,
     callback=options.check_written_file,
     help="Table to write to, of one format.  [default: this user's table, which later calls read]",
 )  # fmt: skip

@@ -99,3 +99,24 @@ def test_a_place_that_is_empty_or_that_no_library_opens_is_refused(
     assert result.exit_code == 2
     assert why in " ".join(result.stderr.split())
     assert not list(tmp_path.iterdir())
+
+
+FILES = [
+    ("convert", "source", "out", "--format", "nvfp4", "--statistics"),
+    ("convert", "source", "out", "--format", "nvfp4", "--architecture"),
+    ("calibrate", "source", "--output", "stats", "--data"),
+    ("calibrate", "source", "--data", "text", "--output"),
+    ("verify", "converted", "--against", "source", "--activation-scales"),
+    ("report", "converted", "--output"),
+    ("bench", "serve", "model", "--output"),
+]
+
+
+@pytest.mark.parametrize("words", FILES, ids=lambda words: f"{words[0]} {words[-1]}")
+def test_a_file_without_a_name_is_refused(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words, "")
+    assert result.exit_code == 2
+    assert f"Invalid value for '{words[-1]}'" in result.stderr.replace("'-o' / ", "")
+    assert "it is empty; name a file" in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
