@@ -77,7 +77,9 @@ def main():
         done = list(pool.map(each, absent))
     shutil.rmtree(given.path)
     failed = [name for name, well in zip(absent, done, strict=True) if not well]
-    sys.exit(f"not converted into {', '.join(failed)}" if failed else 0)
+    if failed:
+        sys.exit(f"not converted into {', '.join(failed)}")
+    print(f"converted into {', '.join(absent)}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Results:
 
 
 def _words(result):
-    return result.reason or result.last[-_LAST_CHARACTERS:]
+    return result.reason or result.last[:_LAST_CHARACTERS]
 
 
 def format_table(rows):
