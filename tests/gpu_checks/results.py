@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 PASSED, FAILED, TIMED_OUT = "passed", "failed", "timed out"
-SKIPPED, INTERRUPTED = "skipped", "interrupted"
+SKIPPED, INTERRUPTED, NOT_STARTED = "skipped", "interrupted", "not started"
 _ALL_SKIPPED = re.compile(r"=* ?\d+ skipped(, \d+ \w+)* in ")
 _LAST_CHARACTERS = 100
 _TAIL_BYTES = 20_000
@@ -46,19 +46,21 @@ class Results:
         partial.replace(self._file)
 
     def exit_code(self, names):
-        """0 if some of these tasks passed and no other ran, else 1."""
-        found = {self.tasks[name].status for name in names if name in self.tasks}
+        """0 if of these tasks some passed and all others were skipped, else 1."""
+        found = {self._of(name).status for name in names}
         return 0 if PASSED in found and found <= {PASSED, SKIPPED} else 1
 
     def table(self, names):
         """Lines of a table of the results of these tasks."""
         rows = [("task", "GPUs", "s", "result", "")]
         for name in names:
-            if name in self.tasks:
-                found = self.tasks[name]
-                gpus = ",".join(map(str, found.gpus))
-                rows.append((name, gpus, str(found.seconds), found.status, _words(found)))
+            found = self._of(name)
+            gpus = ",".join(map(str, found.gpus))
+            rows.append((name, gpus, str(found.seconds or ""), found.status, _words(found)))
         return format_table(rows)
+
+    def _of(self, name):
+        return self.tasks.get(name, Result(status=NOT_STARTED))
 
 
 def _words(result):
