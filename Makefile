@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-full lint types clean
+.PHONY: demo test test-full test-gpu lint types clean
 
 demo: $(STAMP)
 	$(BIN)/moequant demo
@@ -22,6 +22,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# GPU_OPTIONS='--only sm90-*' and others: CONTRIBUTING.md.
+test-gpu: $(STAMP)
+	$(BIN)/python tests/gpu_checks/run.py $(GPU_OPTIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

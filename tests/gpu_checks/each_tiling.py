@@ -1,0 +1,59 @@
+"""One small call with every tiling that test_sm90.py has for a case, for compute-sanitizer.
+
+    each_tiling.py CASE
+
+CASE is a key of TILINGS there, such as w4a8 or mxfp4_far_fp8. Outputs are compared, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import torch
+
+from moequant.benchmarks.experts import calc_diff
+
+_TESTS = Path(__file__).parents[1] / "runtime" / "test_sm90.py"
+_SHAPES = {"fp8_block": (4, 720, 336, 2), "w4a8": (4, 640, 384, 2)}
+_SHAPE = (4, 608, 352, 2)
+_FEW = 5
+
+
+def _load_tests():
+    spec = spec_from_file_location("test_sm90", _TESTS)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_of(shape, M):
+    """Random inputs of M tokens; of few, one has no expert."""
+    E, H, _, T = shape
+    g = torch.Generator("cuda").manual_seed(M)
+    hidden = torch.randn(M, H, generator=g, device="cuda").bfloat16()
+    ids = torch.rand(M, E, generator=g, device="cuda").topk(T).indices.int()
+    if M == _FEW:
+        ids[2] = -1
+    return hidden, torch.full((M, T), 1 / T, device="cuda"), ids
+
+
+def main():
+    """See the head of this file."""
+    (case,) = sys.argv[1:]
+    tests, shape = _load_tests(), _SHAPES.get(case, _SHAPE)
+    layer = tests.layer_on("cuda", case, shape, quantized=case == "fp8_block")
+    reference = tests.experts(case, layer, backend="torch_reference")
+    for tiling in tests.TILINGS[case]:
+        for M in (_FEW, 3 * tiling["rows"]):
+            call = call_of(shape, M)
+            out = tests.run_plan(case, layer, call, tiling, byte=0x7F)
+            found = calc_diff(out, reference(*call))
+            assert found <= tests.CALC_DIFF[case], (tiling, M, found)
+    torch.cuda.synchronize()
+    print(f"{case}: {len(tests.TILINGS[case])} tilings")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The GPUs and processor cores of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+_QUERY = "index,name,memory.total,compute_cap"
+_LARGE_LAYER_GB = 40
+"""GPU memory of a test with a layer of a real model's size."""
+_MOST_JOBS = 3
+"""Processes of pytest in one task: each holds up to 6 GB on the GPU, and tasks share GPUs."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, by its number in nvidia-smi."""
+
+    index: int
+    name: str
+    memory_gb: float
+    capability: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What tasks are distributed over: GPUs, and cores, of which each GPU has its share."""
+
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+
+    def cores_of(self, gpus):
+        """The cores of tasks on these GPUs; with fewer cores than GPUs, some share one."""
+        each = len(self.cores) // len(self.gpus)
+        if each == 0:
+            return [self.cores[self._place(gpu) % len(self.cores)] for gpu in gpus]
+        places = [self._place(gpu) * each for gpu in gpus]
+        return [core for place in places for core in self.cores[place : place + each]]
+
+    def _place(self, gpu):
+        return [one.index for one in self.gpus].index(gpu)
+
+    def jobs(self, task, gpus):
+        """Processes for small tests of a task."""
+        return max(1, min(_MOST_JOBS, len(self.cores_of(gpus)) // task.beside))
+
+    def large_jobs(self):
+        """Processes for tests with layers of real models' sizes: 2 in 80 GB, 3 in 141 GB."""
+        return max(1, int(min(gpu.memory_gb for gpu in self.gpus)) // _LARGE_LAYER_GB)
+
+
+def parse_gpus(text, visible):
+    """GPUs that nvidia-smi prints as CSV; of these the numbers in `visible`, if it is not empty."""
+    found = []
+    for line in text.strip().splitlines():
+        index, name, mebibytes, capability = (part.strip() for part in line.split(","))
+        found.append(Gpu(int(index), name, float(mebibytes) * 2**20 / 1e9, capability))
+    allowed = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    return tuple(gpu for gpu in found if not visible or gpu.index in allowed)
+
+
+def this_machine():
+    """This machine; only GPUs in CUDA_VISIBLE_DEVICES, where that lists numbers."""
+    text = ""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        text = done.stdout if done.returncode == 0 else ""
+    gpus = parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return Machine(gpus, tuple(sorted(os.sched_getaffinity(0))))

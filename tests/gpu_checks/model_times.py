@@ -1,0 +1,127 @@
+"""Tasks that time whole models: how they load, and how they are served."""
+
+from __future__ import annotations
+
+from checkpoints import MODELS, path_of, task_of
+from task import Task
+from tests_on_gpus import PYTEST
+
+SERVE = "{python} -m moequant bench serve"
+VLLM_TESTS = "tests/engines/test_vllm.py"
+_BOTH = "--engine vllm,vllm+moequant"
+_PLUG_IN = "--engine vllm+moequant"
+_TRITON = "--attention-backend TRITON_ATTN"
+_MLA = "--attention-backend TRITON_MLA"
+
+
+def _load(format):
+    path = path_of("layers", format)
+    prepare = f"{{python}} -m moequant prepare {path} --target sm90 --overwrite --quiet"
+    return Task(
+        name=f"load-{format}",
+        commands=(
+            prepare,
+            f"{{python}} -m moequant bench load {path} --json > {{out}}/load.json",
+        ),
+        estimate_s=40,
+        limit_s=200,
+        needs=("sm90",),
+        after=(task_of("layers"),),
+    )
+
+
+def _serve(name, model, format, options, *, gpus=1, estimate_s=180, needs=("vllm",)):
+    return Task(
+        name=f"serve-{name}",
+        commands=(
+            f"{SERVE} {path_of(model, format)} {options} --output {{out}}/serve.json",
+        ),
+        estimate_s=estimate_s,
+        limit_s=900,
+        gpus=gpus,
+        needs=("sm90", *needs),
+        after=(task_of(model),),
+    )  # fmt: skip
+
+
+def _serve_alone(format):
+    return _serve(
+        f"transformers-{format}",
+        "qwen3-30b",
+        format,
+        "--engine transformers,moequant",
+        needs=("transformers",),
+    )
+
+
+_TWO = "--tensor-parallel 2"
+_DIVIDED = "--tensor-parallel 2 --expert-parallel"
+_SERVED = [
+    *(
+        _serve(f"qwen3-30b-{format}", "qwen3-30b", format, f"{_BOTH} {_TRITON}")
+        for format in MODELS["qwen3-30b"].formats
+    ),
+    _serve(
+        "qwen3-30b-mxfp4_fp8",
+        "qwen3-30b",
+        "mxfp4",
+        f"{_PLUG_IN} {_TRITON} --activations fp8_token",
+        estimate_s=90,
+    ),
+    _serve("gpt-oss", "gpt-oss", "mxfp4", f"{_BOTH} {_TRITON}"),
+    _serve("deepseek-v3", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA}"),
+    _serve("qwen3-30b-tensor-parallel", "qwen3-30b", "w4a8", f"{_BOTH} {_TRITON} {_TWO}", gpus=2),
+    _serve("qwen3-30b-experts", "qwen3-30b", "fp8_block", f"{_BOTH} {_TRITON} {_DIVIDED}", gpus=2),
+    _serve("gpt-oss-tensor-parallel", "gpt-oss", "mxfp4", f"{_BOTH} {_TRITON} {_TWO}", gpus=2),
+    _serve("deepseek-v3-experts", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA} {_DIVIDED}", gpus=2),
+    *map(_serve_alone, MODELS["qwen3-30b"].formats),
+]
+
+
+def _vllm_tests(name, words, *, gpus=1, beside=2):
+    return Task(
+        name=f"vllm-{name}",
+        commands=(f"{PYTEST} -n {{jobs}} {VLLM_TESTS} -k '{words}'",),
+        estimate_s=240,
+        limit_s=1200,
+        gpus=gpus,
+        beside=beside,
+        needs=("vllm", "transformers"),
+    )
+
+
+_TESTED = [
+    _vllm_tests("qwen3_moe", "qwen3_moe and not two_gpus"),
+    _vllm_tests("mixtral", "mixtral"),
+    _vllm_tests("deepseek_v3", "deepseek_v3"),
+    _vllm_tests("gpt_oss", "gpt_oss and not two_gpus"),
+    _vllm_tests("graphs", "cuda_graphs"),
+    _vllm_tests("two-gpus", "two_gpus", gpus=2),
+]
+_SERVED_LONG = [
+    Task(
+        name="soak",
+        commands=(
+            f"{{python}} tests/engines/soak.py {path_of('qwen3-30b', 'mxfp4')} --minutes 10 "
+            "--clients 64 --beside --json {out}/soak.json -- --gpu-memory-utilization 0.3 "
+            + _TRITON,
+        ),
+        estimate_s=700,
+        limit_s=900,
+        beside=2,
+        needs=("sm90", "vllm"),
+        after=(task_of("qwen3-30b"),),
+    ),
+    Task(
+        name="first-start",
+        commands=(
+            f"{{python}} tests/gpu_checks/first_start.py {path_of('qwen3-30b', 'w4a8')} "
+            f"--json {{out}}/first_start.json -- --gpu-memory-utilization 0.6 {_TRITON}",
+        ),
+        estimate_s=240,
+        limit_s=900,
+        needs=("sm90", "vllm"),
+        after=(task_of("qwen3-30b"),),
+    ),
+]
+TASKS = [*map(_load, MODELS["layers"].formats), *_SERVED, *_TESTED, *_SERVED_LONG]

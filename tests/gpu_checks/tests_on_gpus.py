@@ -1,0 +1,130 @@
+"""Tasks that check: suites of tests, compute-sanitizer, and the self-test.
+
+Several of them share a GPU. A test that was skipped, for example for want of a package, is not
+checked; logs have the reasons.
+"""
+
+from __future__ import annotations
+
+from task import Task
+
+PYTEST = "{python} -P -m pytest -p no:cacheprovider -W ignore -q -rs"
+SM90 = "tests/runtime/test_sm90.py"
+SHARDS = {
+    "fp8_block": "fp8_block",
+    "fp8_channel": "fp8_channel",
+    "fp8_tensor": "fp8_tensor",
+    "w4a8": "w4a8",
+    "mxfp4_fp8": "mxfp4_fp8",
+    "mxfp4_far_fp8": "mxfp4_far",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4 and not mxfp4_fp8 and not mxfp4_far",
+}
+"""Of the tests in test_sm90.py, by key of its TILINGS: words for -k. No test has those of two."""
+REST = " and ".join(
+    f"not {word}" for word in ("fp8_block", "fp8_channel", "fp8_tensor", "w4a8", "nvfp4", "mxfp4")
+)
+REAL = "real_models"
+_ELSEWHERE = (
+    "tests/engines",
+    "tests/kernels",
+    SM90,
+    "tests/runtime/test_shared_gpu.py",
+    "tests/runtime/test_hopper_libraries.py",
+    "tests/runtime/test_deepgemm_fp4.py",
+)
+"""Tests on GPUs that are not run with all others."""
+
+
+def _shard(name, words):
+    return Task(
+        name=f"sm90-{name}",
+        commands=(f"{PYTEST} -n {{jobs}} -m gpu {SM90} -k '{words} and not {REAL}'",),
+        estimate_s=120,
+        limit_s=600,
+        beside=3,
+        needs=("sm90",),
+    )
+
+
+def _sanitize(case, tool):
+    return Task(
+        name=f"{tool}-{case}",
+        commands=(
+            f"compute-sanitizer --tool {tool} --error-exitcode 9 "
+            "--kernel-name kernel_substring=grouped_gemm "
+            f"{{python}} tests/gpu_checks/each_tiling.py {case}",
+        ),
+        estimate_s=100,
+        limit_s=600,
+        beside=4,
+        needs=("sm90", "compute-sanitizer"),
+    )
+
+
+TASKS = [
+    *(_shard(name, words) for name, words in SHARDS.items()),
+    _shard("rest", REST),
+    Task(
+        name="sm90-real-models",
+        commands=(f"{PYTEST} -n {{large_jobs}} -m gpu {SM90} -k {REAL}",),
+        estimate_s=180,
+        limit_s=900,
+        needs=("sm90",),
+    ),
+    Task(
+        name="shared-gpu",
+        commands=(f"{PYTEST} tests/runtime/test_shared_gpu.py",),
+        estimate_s=60,
+        limit_s=300,
+        needs=("sm90",),
+    ),
+    Task(
+        name="kernels",
+        # Those of speed have a task of their own, alone on its GPU.
+        commands=(f"{PYTEST} -n {{jobs}} tests/kernels -k 'not speed'",),
+        estimate_s=120,
+        limit_s=600,
+        beside=3,
+        safe_path=False,
+    ),
+    Task(
+        name="quantizer-rates",
+        commands=(f"{PYTEST} -s tests/kernels/test_block_scaled_quantize.py -k speed",),
+        estimate_s=40,
+        limit_s=200,
+    ),
+    Task(
+        name="all-others",
+        commands=(
+            f"{PYTEST} -n {{jobs}} -m gpu tests "
+            + " ".join(f"--ignore {path}" for path in _ELSEWHERE),
+        ),
+        estimate_s=150,
+        limit_s=900,
+        beside=3,
+    ),
+    Task(
+        name="hopper-libraries",
+        commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_hopper_libraries.py",),
+        estimate_s=80,
+        limit_s=400,
+        beside=3,
+        needs=("sm90",),
+    ),
+    Task(
+        name="deepgemm",
+        commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_deepgemm_fp4.py",),
+        estimate_s=80,
+        limit_s=400,
+        beside=3,
+        needs=("deep_gemm",),
+    ),
+    *(_sanitize(case, tool) for tool in ("memcheck", "racecheck") for case in SHARDS),
+    Task(
+        name="selftest",
+        commands=("{python} -m moequant selftest --json > {out}/selftest.json",),
+        estimate_s=80,
+        limit_s=400,
+    ),
+]
