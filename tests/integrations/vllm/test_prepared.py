@@ -115,9 +115,10 @@ def test_static_scales_are_those_of_the_file_and_of_the_experts_of_the_rank(
 def test_the_layer_says_so(load, prepared, monkeypatch):
     from moequant.integrations.vllm.method import logger
 
-    said = []
+    path, said = prepared("w4a8", "compressed-tensors"), []
+    load(path)  # imports modules with the same logger, which is made anew there
     monkeypatch.setattr(logger, "info_once", lambda message, *values: said.append(message % values))
-    load(prepared("w4a8", "compressed-tensors"))
+    load(path)
     assert "silu, prepared for sm90) by its backend" in said[-1]
 
 
