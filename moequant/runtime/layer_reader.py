@@ -206,20 +206,12 @@ class LayerReader:
         chosen = select(workload, backend)
         # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)
-        # Tensors of that mode could not be written to outside of it.
-        with torch.inference_mode(mode=False):
-            tensors = {
-                name: torch.empty(
-                    (len(experts), *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
-                )
-                for name, info in file.tensors.items()
-                if static or name not in INPUT_SCALES
-            }
-            others = {
-                name: scale.to(self.device)
-                for name, scale in name_input_scales(scales).items()
-                if name not in tensors
-            }
+        tensors = self._room_for(file, len(experts), static=static)
+        others = {
+            name: scale.to(self.device)
+            for name, scale in name_input_scales(scales).items()
+            if name not in tensors
+        }
         return _PreparedLayer(
             layer=layer,
             file=file,
@@ -229,6 +221,18 @@ class LayerReader:
             tensors=tensors,
             others=others,
         )
+
+    def _room_for(self, file: LayerFile, experts: int, *, static: bool) -> dict[str, Tensor]:
+        """Tensors for so many experts of a file; for static scales only if they are wanted."""
+        # Tensors of that mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            return {
+                name: torch.empty(
+                    (experts, *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
+                )
+                for name, info in file.tensors.items()
+                if static or name not in INPUT_SCALES
+            }
 
     def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
         """The weights of `experts`, at least one, of a layer of the converted checkpoint.

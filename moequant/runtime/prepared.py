@@ -106,7 +106,7 @@ class LayerFile:
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """A tensor, or one expert of it, [1, ...], on the CPU; errors as `FixedFile.read_into`."""
         info = self.tensors[name] if expert is None else self.expert(name, expert)
-        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         self.file.read_into(info.start, tensor_bytes(tensor))
         return tensor
 

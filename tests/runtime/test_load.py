@@ -225,6 +225,17 @@ def test_a_layer_prepared_for_other_activations_has_the_portable_static_scales(
         assert_alike(loaded, wanted)
 
 
+@pytest.mark.parametrize("activations", ["format", "none"])
+def test_static_scales_are_read_whatever_the_default_device_is(static, activations):
+    """Of a layer as converted, in the file of a prepared layer, and of one without."""
+    path, folder = static("fp8_tensor", "sm90", activations)
+    wanted = load_experts(path, 1, experts=[3, 1])
+    with torch.device("meta"):
+        loaded = [load_experts(p, 1, experts=[3, 1]).state_dict() for p in (path, folder)]
+    for tensors in loaded:
+        assert all(torch.equal(tensors[name], wanted.state_dict()[name]) for name in SCALES)
+
+
 def test_static_scales_are_checked_without_waiting_for_the_device(static, monkeypatch):
     """On the device "meta", whose values nobody can have."""
     path, folder = static("fp8_tensor", "sm90")
