@@ -62,6 +62,21 @@ def make_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def scale_file(tmp_path_factory):
+    """A file of static scales of activations, all different, for `make_checkpoint()`."""
+    path = tmp_path_factory.mktemp("scales") / "scales.safetensors"
+    modules = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+        for layer in range(2)
+        for expert in range(4)
+        for projection in ("gate", "up", "down")
+    ]
+    scales = {f"{m}.input_scale": torch.tensor(0.01 + 0.001 * i) for i, m in enumerate(modules)}
+    save_file(scales, path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def put_no_file():
     """put_no_file(path, kind): put there a "pipe", a "folder" or a "link to itself"."""
 

@@ -9,13 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from moequant.errors import DoesNotFitError, UnsupportedError, unknown_name
-from moequant.formats import get_format, stack
+from moequant.formats import STATIC_SCHEMES, get_format, stack
 from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.packing import scheme_of
 from moequant.runtime.prepared import expected
-from moequant.runtime.prepared_manifest import PreparedLayer, add_originals, layer_file
+from moequant.runtime.prepared_manifest import (
+    PreparedLayer,
+    add_input_scales,
+    add_originals,
+    layer_file,
+)
 from moequant.runtime.weights import ExpertWeights
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import dtype_name
@@ -64,7 +69,8 @@ def layouts_of_layer(
         scheme = scheme_for(converted, layer, activations)
         layouts = layouts_for(format, target, scheme)
         # Packed without data, which says whether the layout holds these sizes.
-        expected(layouts[0], moe, format, act_fn=moe.act_fn_of(layer), biased=False)
+        act_fn = moe.act_fn_of(layer)
+        expected(layouts[0], moe, format, act_fn=act_fn, biased=False, static=False)
     except UnsupportedError as error:
         advice = ""
         if scheme != "none" and backends_for(format, target, "none"):
@@ -153,10 +159,12 @@ def packed_experts(
     layout: Layout,
     digest: hashlib._Hash,
     pool: Executor | None = None,
+    *,
+    static: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each expert of a layer, [1, ...], as `layout` packs them.
 
-    The portable weights they are made from are added to `digest`.
+    The portable weights and scales they are made from are added to `digest`.
 
     Args:
         converted: the portable weights.
@@ -164,20 +172,24 @@ def packed_experts(
         layout: how they are packed.
         digest: see above.
         pool: threads that read and pack, each an expert; by default the caller's.
+        static: whether static scales of activations are among the tensors.
 
     Raises:
-        CheckpointError: a weight cannot be read.
+        CheckpointError: a weight or a scale cannot be read.
         DoesNotFitError: the layout does not hold the values of a weight.
         UnsupportedError: it does not hold such weights.
     """
     moe = converted.moe
     biases = converted.read_biases(layer) or {}
     act_fn = act_fn_of(converted, layer)
+    scales = converted.read_input_scales(layer, range(moe.experts)) if static else {}
+    add_input_scales(digest, scales)
+    of_experts = {**{f"{p}_bias": bias for p, bias in biases.items()}, **scales}
 
     def packed(expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:
         weights = {p: converted.read_expert(layer, expert, p) for p in moe.projections}
         one = {p: stack([q]) for p, q in weights.items()}
-        rows = {f"{p}_bias": bias[expert : expert + 1] for p, bias in biases.items()}
+        rows = {name: tensor[expert : expert + 1] for name, tensor in of_experts.items()}
         return weights.values(), layout.pack(ExpertWeights.of(one, act_fn, **rows))
 
     experts = range(moe.experts)
@@ -218,7 +230,8 @@ def write_layer(
         layer: which.
         layouts: how the backend of `activations` reads them; the first that holds all experts is
             taken.
-        activations: the scheme that they are prepared for.
+        activations: the scheme that they are prepared for; if it has static scales, these are
+            written too.
         folder: where the file goes.
         progress: receives the progress.
         pool: threads that pack.
@@ -258,7 +271,10 @@ def _write_as(
     writer: ShardWriter | None = None
     packed_bytes = 0
     try:
-        for expert, tensors in enumerate(packed_experts(converted, layer, layout, digest, pool)):
+        packed = packed_experts(
+            converted, layer, layout, digest, pool, static=activations in STATIC_SCHEMES
+        )
+        for expert, tensors in enumerate(packed):
             named = {f"layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
             if writer is None:
                 writer = _open_writer(path, named, converted.moe.experts)

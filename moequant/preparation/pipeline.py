@@ -193,7 +193,7 @@ def _write(
             for layer, (candidates, scheme) in layouts.items()
         }
     manifest = Manifest(
-        schema_version=4,
+        schema_version=5,
         moequant=__version__,
         target=target,
         originals=originals,

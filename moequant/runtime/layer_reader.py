@@ -25,7 +25,13 @@ from moequant.errors import UnsupportedError
 from moequant.formats import STATIC_SCHEMES
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import Workload
-from moequant.runtime.backends.stacked import name_input_scales, projections, room
+from moequant.runtime.backends.stacked import (
+    INPUT_SCALES,
+    input_scales_in,
+    name_input_scales,
+    projections,
+    room,
+)
 from moequant.runtime.inputs import check_input_scales
 from moequant.runtime.packing import pack_experts, scheme_of
 from moequant.runtime.select import select
@@ -99,8 +105,10 @@ class LayerReader:
         """
         if self._prepared is None:
             weights = self.read(layer, experts)
-            if scales := self._input_scales(layer, experts, activations):
-                weights = weights.with_input_scales(scales)
+            if self._takes_input_scales(layer, activations):
+                scales = self.converted.read_input_scales(layer, experts)
+                there = {name: scale.to(self.device) for name, scale in scales.items()}
+                weights = weights.with_input_scales(there)
             return pack_experts(weights, backend=backend, activations=activations)
         ((_, packed),) = self._load_prepared([(layer, activations)], experts, backend)
         return packed
@@ -138,18 +146,22 @@ class LayerReader:
             return MXFP4 if stated == MXFP4 else activations
         return activations
 
-    def _input_scales(
-        self, layer: int, experts: Sequence[int], activations: str
-    ) -> dict[str, Tensor]:
-        """Static scales by field of `ExpertWeights`, where config.json and caller want them.
-
-        They are read from the portable files, also for a prepared layer.
-        """
+    def _takes_input_scales(self, layer: int, activations: str) -> bool:
+        """Whether static scales belong to a layer: where config.json and caller want them."""
         wanted = _STATIC_OF.get(activations)
-        if wanted is None or self.converted.activations_of_experts(layer) not in wanted:
-            return {}
-        scales = self.converted.read_input_scales(layer, experts)
-        return {name: scale.to(self.device) for name, scale in scales.items()}
+        return wanted is not None and self.converted.activations_of_experts(layer) in wanted
+
+    def _prepared_input_scales(
+        self, layer: int, experts: Sequence[int], file: LayerFile
+    ) -> dict[str, Tensor]:
+        """Static scales by field of `ExpertWeights`, on the host.
+
+        The file of a layer that was prepared for other activations has none: those of the portable
+        files are read.
+        """
+        if not file.tensors.keys() >= {*INPUT_SCALES}:
+            return self.converted.read_input_scales(layer, experts)
+        return input_scales_in({name: file.read(name)[list(experts)] for name in INPUT_SCALES})
 
     def _load_prepared(
         self,
@@ -177,12 +189,13 @@ class LayerReader:
     ) -> _PreparedLayer:
         """Room for a layer of the prepared folder, and what shall become of it."""
         assert self._prepared is not None
-        scales = self._input_scales(layer, experts, activations)
         file, layout, format = self._prepared.open_layer(layer)
+        static = self._takes_input_scales(layer, activations)
+        scales = self._prepared_input_scales(layer, experts, file) if static else {}
         moe = self.converted.moe
         workload = Workload(
             format=format,
-            activations=scheme_of(format, activations, static=bool(scales)),
+            activations=scheme_of(format, activations, static=static),
             experts=len(experts),
             hidden=moe.hidden,
             intermediate=moe.intermediate,
@@ -191,15 +204,14 @@ class LayerReader:
             bias="w2_bias" in file.tensors,
         )
         chosen = select(workload, backend)
+        # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)
-        # Tensors of that mode could not be written to outside of it.
-        with torch.inference_mode(mode=False):
-            tensors = {
-                name: torch.empty(
-                    (len(experts), *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
-                )
-                for name, info in file.tensors.items()
-            }
+        tensors = self._room_for(file, len(experts), static=static)
+        others = {
+            name: scale.to(self.device)
+            for name, scale in name_input_scales(scales).items()
+            if name not in tensors
+        }
         return _PreparedLayer(
             layer=layer,
             file=file,
@@ -207,8 +219,20 @@ class LayerReader:
             workload=workload,
             backend=chosen,
             tensors=tensors,
-            input_scales=name_input_scales(scales),
+            others=others,
         )
+
+    def _room_for(self, file: LayerFile, experts: int, *, static: bool) -> dict[str, Tensor]:
+        """Tensors for so many experts of a file; for static scales only if they are wanted."""
+        # Tensors of that mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            return {
+                name: torch.empty(
+                    (experts, *info.shape[1:]), dtype=DTYPES[info.dtype], device=self.device
+                )
+                for name, info in file.tensors.items()
+                if static or name not in INPUT_SCALES
+            }
 
     def read(self, layer: int, experts: Sequence[int]) -> ExpertWeights:
         """The weights of `experts`, at least one, of a layer of the converted checkpoint.
@@ -348,8 +372,8 @@ class _PreparedLayer:
         layout: of its tensors.
         workload: of the layer.
         backend: what shall run it.
-        tensors: its tensors by name, to be filled.
-        input_scales: static scales of activations by name, which the file does not have.
+        tensors: those of the file that are wanted, by name, to be filled.
+        others: static scales of activations by name, if the file does not have them.
     """
 
     layer: int
@@ -358,13 +382,13 @@ class _PreparedLayer:
     workload: Workload
     backend: Backend
     tensors: Mapping[str, Tensor]
-    input_scales: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
 
     def reads(self, experts: Sequence[int]) -> Iterator[Read]:
         """What fills the tensors, in the order of the file; the last one has this as `what`."""
         reads = []
-        for name, info in sorted(self.file.tensors.items(), key=lambda item: item[1].start):
-            target = self.tensors[name]
+        for name in sorted(self.tensors, key=lambda name: self.file.tensors[name].start):
+            info, target = self.file.tensors[name], self.tensors[name]
             if list(experts) == list(range(info.shape[0])):
                 reads.append((info.start, target))
                 continue
@@ -378,7 +402,7 @@ class _PreparedLayer:
     def complete(self) -> PackedExperts:
         """The experts, once tensors are filled; packed again for a backend of another layout."""
         with torch.inference_mode(mode=False):
-            tensors = {**self.tensors, **self.input_scales}
+            tensors = {**self.tensors, **self.others}
             if self.layout not in self.backend.layouts:
                 tensors = self.backend.pack(self.layout.unpack(tensors, self.workload))
             return self.backend.load(tensors, self.workload)

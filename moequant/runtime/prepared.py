@@ -1,7 +1,8 @@
 """A prepared folder: the tensors of layers as a backend reads them, and whether they still fit.
 
 The file of a layer holds the tensors of its `Layout` for all experts, [E, ...] each, under names
-that say which layer it is: `layers.3.w13_qdata`.
+that say which layer it is: `layers.3.w13_qdata`. If the layer was prepared for activations with
+static scales, these are among them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import torch
 
 from moequant.errors import CheckpointError, MoequantError
 from moequant.runtime.backends import backends
-from moequant.runtime.prepared_manifest import Manifest, add_originals, read_manifest
+from moequant.runtime.prepared_manifest import (
+    Manifest,
+    add_input_scales,
+    add_originals,
+    read_manifest,
+)
 from moequant.runtime.weights import weights_without_data
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.checkpoint import Checkpoint
@@ -97,10 +103,10 @@ class LayerFile:
                     f"{self.file.path}: {name} is {found}, but should be {should}; {self.remedy}"
                 )
 
-    def read(self, name: str, expert: int) -> Tensor:
-        """One expert of a tensor, [1, ...], on the CPU; errors as `FixedFile.read_into`."""
-        info = self.expert(name, expert)
-        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """A tensor, or one expert of it, [1, ...], on the CPU; errors as `FixedFile.read_into`."""
+        info = self.tensors[name] if expert is None else self.expert(name, expert)
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
         self.file.read_into(info.start, tensor_bytes(tensor))
         return tensor
 
@@ -182,8 +188,14 @@ class PreparedCheckpoint:
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry, self._remedy)
         moe = self.converted.moe
-        biased = "w2_bias" in file.tensors
-        one = expected(layout, moe, entry.format, act_fn=moe.act_fn_of(layer), biased=biased)
+        one = expected(
+            layout,
+            moe,
+            entry.format,
+            act_fn=moe.act_fn_of(layer),
+            biased="w2_bias" in file.tensors,
+            static=entry.has_input_scales,
+        )
         file.check(one, experts=moe.experts)
         return file, layout, entry.format
 
@@ -235,14 +247,17 @@ class PreparedCheckpoint:
         """Refuse a layer made from other weights than the checkpoint has now.
 
         Files of the same size and modification time are taken to be the same. If only the times
-        differ, as after a copy or a download, the layer's portable weights are read and their
-        digest decides.
+        differ, as after a copy or a download, the layer's portable weights and scales are read and
+        their digest decides.
         """
         if self.converted.checkpoint.file_state() == self.manifest.originals:
             return
         self._check_sizes(layer)
         digest = hashlib.sha256()
         moe = self.converted.moe
+        if entry.has_input_scales:
+            scales = self.converted.read_input_scales(layer, range(moe.experts))
+            add_input_scales(digest, scales)
         for expert in range(moe.experts):
             weights = (self.converted.read_expert(layer, expert, p) for p in moe.projections)
             add_originals(digest, weights)
@@ -265,7 +280,7 @@ class PreparedCheckpoint:
 
 
 def expected(
-    layout: Layout, moe: MoeConfig, format: str, *, act_fn: ActFn, biased: bool
+    layout: Layout, moe: MoeConfig, format: str, *, act_fn: ActFn, biased: bool, static: bool
 ) -> dict[str, Tensor]:
     """The tensors that `layout` makes of one expert, without data.
 
@@ -273,7 +288,7 @@ def expected(
         UnsupportedError: the layout does not hold weights of this format or these sizes.
     """
     shapes = tuple((p, (1, *moe.shape(p))) for p in moe.projections)
-    return _packed_without_data(layout, shapes, format, act_fn, biased)
+    return _packed_without_data(layout, shapes, format, act_fn, biased, static)
 
 
 @cache
@@ -283,9 +298,11 @@ def _packed_without_data(
     format: str,
     act_fn: ActFn,
     biased: bool,
+    static: bool,
 ) -> dict[str, Tensor]:
     # Kept, because it takes tens of milliseconds, and the layers of a model are alike.
-    return layout.pack(weights_without_data(format, dict(shapes), act_fn, biased=biased))
+    weights = weights_without_data(format, dict(shapes), act_fn, biased=biased, static=static)
+    return layout.pack(weights)
 
 
 def remedy_of(folder: Path, manifest: Manifest, *, same_formats: bool = True) -> str:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from moequant.errors import CheckpointError
+from moequant.formats import get_format
 from moequant.runtime.activations import SCHEMES, ActivationsChoice
 from moequant.runtime.backends import TARGETS
 from moequant.storage.buffers import tensor_bytes
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import hashlib
     from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from torch import Tensor
 
     from moequant.formats import QuantizedWeight
 
@@ -85,7 +88,8 @@ class PreparedLayer(_Strict):
         activations: the scheme of activations for whose backend they were packed.
         layout: name of the layout of the tensors.
         layout_version: version of that layout.
-        originals_sha256: digest over the bytes of the portable tensors it was made from.
+        originals_sha256: digest over the bytes of the portable tensors it was made from: static
+            scales of activations, if it has them, and weights.
     """
 
     file: _Name
@@ -103,6 +107,15 @@ class PreparedLayer(_Strict):
         """Format, activations, layout, and version of the layout."""
         return self.format, self.activations, self.layout, self.layout_version
 
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether it has static scales of activations: if they are what it was prepared for.
+
+        Raises:
+            UnsupportedError: there is no such format.
+        """
+        return get_format(self.format).static_activations == self.activations
+
 
 class Manifest(_Strict):
     """What a prepared folder says of itself.
@@ -119,7 +132,7 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     moequant: _Name
     target: _Known
     originals: dict[str, Annotated[list[_Time], Field(min_length=2, max_length=2)]]
@@ -204,6 +217,12 @@ def how_to_prepare(folder: Path) -> str:
         f"run moequant prepare {place.parent.parent} --target {place.name}, with the --activations "
         "that it was for"
     )
+
+
+def add_input_scales(digest: hashlib._Hash, scales: Mapping[str, Tensor]) -> None:
+    """Add the static scales of a layer's activations to its digest, before its weights."""
+    for scale in scales.values():
+        digest.update(tensor_bytes(scale))
 
 
 def add_originals(digest: hashlib._Hash, weights: Iterable[QuantizedWeight]) -> None:

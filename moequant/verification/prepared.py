@@ -1,7 +1,7 @@
 """Check that the prepared folders of a checkpoint hold its weights.
 
-The portable weights are packed again and compared with every prepared layer, byte for byte. A
-worker holds one expert in memory.
+The portable weights, and static scales of activations, are packed again and compared with every
+prepared layer, byte for byte. A worker holds one expert in memory.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ def _check_layer(
         file = LayerFile.open(folder, layer, manifest.layers[layer], remedy_of(folder, manifest))
         if sha256_of(folder / entry.file) != entry.sha256:
             return f"its SHA-256 is not the one in {MANIFEST_FILE}"
-        for expert, expected in enumerate(packed_experts(converted, layer, layouts[layer], digest)):
+        packed = packed_experts(
+            converted, layer, layouts[layer], digest, static=entry.has_input_scales
+        )
+        for expert, expected in enumerate(packed):
             if expert == 0:
                 file.check(expected, experts=moe.experts)
             for name, tensor in expected.items():

@@ -40,7 +40,7 @@ from moequant.verification.bounds import MAX_LOST_DB, find_out_of_bound
 from moequant.verification.differences import compare_tensors, find_difference
 from moequant.verification.findings import WeightChecks
 from moequant.verification.report import Problem, WeightCheck
-from moequant.weights.converted import read_input_scale
+from moequant.weights.converted import read_input_scales
 from moequant.weights.encoded import read_places
 from moequant.weights.source_weights import check_bias, read_stored
 
@@ -219,7 +219,8 @@ class _Comparison:
         (name,) = dialect.input_scale_specs(module, format)
         try:
             if name not in wanted:
-                check_static_scale(read_input_scale(files, dialect, module, format).item(), name)
+                scales = read_input_scales(files, dialect, [module], format)
+                check_static_scale(scales.item(), name)
             elif self._is_stored(name, *self.run.expected.tensors[name]) and (
                 difference := compare_tensors(files.read(name), wanted[name])
             ):

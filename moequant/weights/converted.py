@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from moequant.models import (
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, RECORD_FILE
+from moequant.storage.headers import DTYPES
 from moequant.storage.reader import FixedFile
 from moequant.weights.encoded import EncodedWeight
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from moequant.dialects.tensors import Block
     from moequant.formats import QuantizedWeight
     from moequant.models import Architecture, MoeConfig, TensorRole
+    from moequant.storage.checkpoint import TensorRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,21 +201,20 @@ class ConvertedCheckpoint:
         Raises:
             CheckpointError: a scale is missing, or is not one floating-point number.
         """
-        scales = {
-            projection: torch.stack([self._input_scale(layer, e, projection) for e in experts])
+        format = self.format_of_experts(layer)
+        assert format is not None, "the layer was converted"
+        modules = [
+            self.expert_module(layer, expert, projection)
             for projection in self.moe.projections
-        }
-        down = scales.pop("down")
+            for expert in experts
+        ]
+        read = read_input_scales(self.checkpoint, self.dialect, modules, format)
+        scales = dict(zip(self.moe.projections, read.view(-1, len(experts)), strict=True))
+        down = scales.pop("down").clone()
         return {
             "gate_up_input_scale": torch.stack([*scales.values()]).amax(0),
             "down_input_scale": down,
         }
-
-    def _input_scale(self, layer: int, expert: int, projection: str) -> Tensor:
-        module = self.expert_module(layer, expert, projection)
-        format = self.format_of(module)
-        assert format is not None, module
-        return read_input_scale(self.checkpoint, self.dialect, module, format)
 
     def tensor_names(self, module: str, format: str) -> list[str]:
         """The tensors on disk that hold a converted module, alone or with others."""
@@ -351,33 +354,59 @@ def readers(
     return lambda m: format_of(m) if activations_of(m) is None else of_weights(m), activations_of
 
 
-def read_input_scale(checkpoint: Checkpoint, dialect: Dialect, module: str, format: str) -> Tensor:
-    """The static scale of a module's input, which multiplies: [] float32.
+def read_input_scales(
+    checkpoint: Checkpoint, dialect: Dialect, modules: Sequence[str], format: str
+) -> Tensor:
+    """The static scales of modules' inputs, which multiply: [modules] float32.
 
     Args:
-        checkpoint: where it lies.
+        checkpoint: where they lie.
         dialect: the checkpoint's, which has such scales beside `format`.
-        module: the module of a weight.
-        format: the weight's.
+        modules: the modules of weights.
+        format: the weights'.
 
     Raises:
-        CheckpointError: it is missing, or is not one floating-point number.
+        CheckpointError: one is missing, or is not one floating-point number.
     """
     scale = dialect.input_scale(format)
-    assert scale is not None, (module, format)
-    name = scale.name_of(module)
+    assert scale is not None, (modules[0], format)
+    places = [_locate_input_scale(checkpoint, scale.name_of(module)) for module in modules]
+    return scale.multiplier(_read_numbers(places))
+
+
+def _locate_input_scale(checkpoint: Checkpoint, name: str) -> TensorRange:
+    """Where a static scale lies; errors as `read_input_scales`."""
     if name not in checkpoint.tensors:
         raise CheckpointError(
             f"{name}: not there, but config.json says that activations have a static scale; "
             'calibrate the checkpoint again, or choose "none" for activations'
         )
-    stored = checkpoint.read(name)
-    if stored.numel() != 1 or not stored.is_floating_point():
+    where = checkpoint.locate(name)
+    dtype, shape = DTYPES[where.info.dtype], where.info.shape
+    if math.prod(shape) != 1 or not dtype.is_floating_point:
         raise CheckpointError(
-            f"{name}: {stored.dtype} of shape {list(stored.shape)}, but a static scale is one "
-            "floating-point number; fetch the checkpoint again"
+            f"{name}: {dtype} of shape {list(shape)}, but a static scale is one floating-point "
+            "number; fetch the checkpoint again"
         )
-    return scale.multiplier(stored).reshape(())
+    return where
+
+
+def _read_numbers(places: Sequence[TensorRange]) -> Tensor:
+    """Tensors of one floating-point number each, in this order, as float32.
+
+    Each file is opened once and read from its beginning to its end: to read single tensors takes
+    fifty microseconds for each, and a layer has hundreds.
+    """
+    numbers = torch.empty(len(places), dtype=torch.float32, device="cpu")
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index in sorted(range(len(places)), key=lambda index: places[index].info.start):
+        info = places[index].info
+        groups[info.file, info.dtype].append(index)
+    for (_, dtype), indices in groups.items():
+        ranges = [(places[i].info.start, places[i].info.stop) for i in indices]
+        data = places[indices[0]].file.read_ranges(ranges)
+        numbers[indices] = torch.frombuffer(data, dtype=DTYPES[dtype]).float()
+    return numbers
 
 
 def described_architectures(path: Path, file: str | Path | None = None) -> tuple[Architecture, ...]:

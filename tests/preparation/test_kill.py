@@ -23,7 +23,8 @@ FOLDER = "moequant-prepared"
 @pytest.fixture(scope="module")
 def converted(make_checkpoint, tmp_path_factory):
     source = make_checkpoint(layers=2, experts=2, vocabulary=64)
-    return convert(source, tmp_path_factory.mktemp("converted") / "out", format="nvfp4").output
+    settings = {"format": "nvfp4", "activation_scales": 0.5}
+    return convert(source, tmp_path_factory.mktemp("converted") / "out", **settings).output
 
 
 def own(converted, path):
@@ -80,7 +81,8 @@ def finish(struck, path, wanted):
     assert answer.get("state") in ("prepared", "already prepared"), answer
     assert contents(path) == wanted
     for layer in (0, 1):
-        load_experts(path / FOLDER / "sm100", layer, activations="nvfp4")
+        loaded = load_experts(path / FOLDER / "sm100", layer, activations="nvfp4")
+        assert loaded.w13_input_scale.tolist() == loaded.w2_input_scale.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
@@ -36,6 +37,13 @@ def converted(make_checkpoint, tmp_path_factory):
         format: convert(make_checkpoint(), folder / format, format=format).output
         for format in CONVERTIBLE
     }
+
+
+@pytest.fixture
+def static(make_checkpoint, scale_file, tmp_path):
+    """Converted to fp8_tensor with static scales of activations."""
+    settings = {"format": "fp8_tensor", "activation_scales": scale_file}
+    return convert(make_checkpoint(), tmp_path / "static", **settings).output
 
 
 @pytest.fixture
@@ -249,6 +257,90 @@ def test_scales_in_another_order_give_the_same_result(own, format, activations):
         assert torch.equal(*outputs)
 
 
+SCALES = ("w13_input_scale", "w2_input_scale")
+
+
+def scales_in(folder, layer):
+    """The static scales in a layer's file, by safetensors."""
+    tensors = load_file(folder / f"layer-{layer:05d}.safetensors")
+    return {name: t for name in SCALES if (t := tensors.get(f"layers.{layer}.{name}")) is not None}
+
+
+def test_static_scales_are_written_of_each_expert_with_gate_and_up_joined(static):
+    result = prepare(static, target="sm90")
+    assert layout_of(result) == {("fp8_tensor", "fp8_static", "stacked")}
+    source = ConvertedCheckpoint.open(static, quantized_activations=True)
+    for layer in (0, 1):
+        stored = scales_in(result.folder, layer)
+        first, down = (scale.tolist() for scale in stored.values())
+        assert {scale.dtype for scale in stored.values()} == {torch.float32}
+        for expert in range(4):
+            gate, up, of_down = (
+                source.checkpoint.read(f"{source.expert_module(layer, expert, p)}.input_scale")
+                for p in ("gate", "up", "down")
+            )
+            assert first[expert] == max(gate.item(), up.item())
+            assert down[expert] == of_down.item()
+    assert prepare(static, target="sm90").state == "already prepared"
+
+
+@pytest.mark.parametrize("activations", ["none", "fp8_token"])
+def test_static_scales_are_not_written_for_activations_without(static, activations):
+    folder = prepare(static, target="sm90", activations=activations).folder
+    assert scales_in(folder, 0) == {}
+
+
+def test_a_static_scale_that_is_missing_is_refused_unless_activations_need_none(static):
+    (file,) = static.glob("*.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.input_scale"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = static / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    del document["weight_map"][name]
+    index.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=f'^{re.escape(name)}: not there, .* choose "none"'):
+        prepare(static, target="sm90")
+    assert list((static / "moequant-prepared").iterdir()) == []
+    assert prepare(static, target="sm90", activations="none").state == "prepared"
+
+
+def test_a_layer_that_lacks_its_static_scales_is_refused_and_made_again(static):
+    folder = prepare(static, target="sm90", activations="none").folder
+    edit_manifest(folder, lambda m: m["layers"]["1"].update(activations="fp8_static"))
+    said = r"w(13|2)_input_scale is missing, but should be torch\.float32 \[4\]; run moequant prep"
+    with pytest.raises(CheckpointError, match=rf"layer-00001\.safetensors: {said}"):
+        load_experts(folder, 1)
+    assert prepare(static, target="sm90").state == "prepared"
+    assert scales_in(folder, 1).keys() == {*SCALES}
+
+
+@pytest.mark.parametrize("changed", ["gate_proj", "up_proj", "down_proj"])
+def test_a_layer_made_from_other_static_scales_is_refused_by_name(static, changed):
+    folder = prepare(static, target="sm90").folder
+    source = ConvertedCheckpoint.open(static, quantized_activations=True)
+    info = source.checkpoint.tensors[f"model.layers.0.mlp.experts.2.{changed}.input_scale"]
+    file = static / info.file
+    raw = bytearray(file.read_bytes())
+    raw[info.stop - 1] ^= 1  # of the exponent: the scale is four times as large
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"sm90: layer 0 is stale.*moequant prepare"):
+        load_experts(folder, 0)
+    assert load_experts(folder, 1).weights.experts == 4
+    assert prepare(static, target="sm90").state == "prepared"
+    loaded, wanted = (load_experts(p, 0).state_dict() for p in (folder, static))
+    assert all(torch.equal(loaded[name], wanted[name]) for name in SCALES)
+
+
+def test_a_copy_with_static_scales_and_other_times_is_not_stale(static, tmp_path):
+    prepare(static, target="sm90")
+    copy = Path(shutil.copytree(static, tmp_path / "copy"))
+    for file in copy.glob("**/*.safetensors"):
+        os.utime(file)
+    assert load_experts(copy / "moequant-prepared" / "sm90", 0).weights.experts == 4
+
+
 def test_a_second_run_finds_the_folder_whole_and_a_damaged_one_is_made_again(own):
     path = own("fp8_block")
     first = prepare(path, target="sm90")
@@ -382,7 +474,7 @@ def test_a_layer_of_another_format_than_config_json_says_is_stale(own):
         load_experts(folder, 1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 4}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 5}', "\xff"])
 def test_a_manifest_that_is_not_ours_is_refused(own, text):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder
@@ -395,7 +487,7 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema_version=3), r"schema_version: Input should be 4, but found 3;"),
+        (lambda m: m.update(schema_version=4), r"schema_version: Input should be 5, but found 4;"),
         (lambda m: m.pop("schema_version"), r"schema_version: Field required;"),
         (lambda m: m.update(layers={}), r"layers: .* at least 1 item"),
         (lambda m: m.update(originals={"a": []}), r"originals\.a: .* at least 2 items"),

@@ -21,7 +21,7 @@ from moequant.runtime import load_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.layer_reader import LayerReader, _PreparedLayer
 from moequant.runtime.load import open_reader
-from moequant.runtime.prepared import PreparedCheckpoint
+from moequant.runtime.prepared import LayerFile, PreparedCheckpoint
 from moequant.runtime.staging import _Slot
 from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
@@ -152,6 +152,103 @@ def test_a_prepared_layer_is_loaded_by_copying_each_byte_once(
     else:
         assert sum(read) == size_bytes
         assert "copy_" not in operations.names
+
+
+STATIC = [("fp8_tensor", "sm90"), ("fp8_tensor", "sm100"), ("nvfp4", "sm100")]
+SCALES = ("w13_input_scale", "w2_input_scale")
+
+
+@pytest.fixture
+def static(make_checkpoint, scale_file, tmp_path):
+    """static(format, target, activations): a checkpoint with static scales, and what prepare made.
+
+    For "format" by default.
+    """
+
+    def make(format, target, activations="format"):
+        settings = {"format": format, "activation_scales": scale_file}
+        path = convert(make_checkpoint(), tmp_path / "out", **settings).output
+        return path, prepare(path, target=target, activations=activations).folder
+
+    return make
+
+
+def empty(path):
+    """Replace the portable files by zeros of the same size and time."""
+    for file in path.glob("*.safetensors"):
+        status = file.stat()
+        file.write_bytes(bytes(status.st_size))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def assert_alike(loaded, wanted):
+    """That both run alike, and hold the same tensors with the same bits."""
+    assert loaded.packed().workload == wanted.packed().workload
+    found, expected = loaded.state_dict(), wanted.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bytes_of(found[name]), bytes_of(tensor)), name
+
+
+@pytest.mark.parametrize(("format", "target"), STATIC)
+def test_static_scales_of_a_prepared_layer_come_from_its_own_file(static, format, target):
+    path, folder = static(format, target)
+    chosen = (None, [0, 1, 2, 3], [3, 1], [2])
+    wanted = {str(e): load_experts(path, [0, 1], experts=e) for e in chosen}
+    empty(path)
+    for experts in chosen:
+        loaded = load_experts(folder, [0, 1], experts=experts)
+        for layer, expected in wanted[str(experts)].items():
+            assert expected.w13_input_scale.unique().numel() == len(experts or range(4))
+            assert_alike(loaded[layer], expected)
+
+
+@pytest.mark.parametrize("activations", ["none", "fp8_token"])
+def test_activations_without_static_scales_leave_those_of_the_file_out(static, activations):
+    path, folder = static("fp8_tensor", "sm90")
+    wanted = load_experts(path, 1, activations=activations)
+    empty(path)
+    loaded = load_experts(folder, 1, activations=activations)
+    assert not loaded.state_dict().keys() & {*SCALES}
+    assert_alike(loaded, wanted)
+
+
+@pytest.mark.parametrize(("format", "target"), STATIC)
+def test_a_layer_prepared_for_other_activations_has_the_portable_static_scales(
+    static, format, target
+):
+    path, folder = static(format, target, activations="none")
+    for experts in (None, [3, 1]):
+        loaded, wanted = (load_experts(p, 1, experts=experts) for p in (folder, path))
+        assert {*SCALES} <= loaded.state_dict().keys()
+        assert_alike(loaded, wanted)
+
+
+@pytest.mark.parametrize("activations", ["format", "none"])
+def test_static_scales_are_read_whatever_the_default_device_is(static, activations):
+    """Of a layer as converted, in the file of a prepared layer, and of one without."""
+    path, folder = static("fp8_tensor", "sm90", activations)
+    wanted = load_experts(path, 1, experts=[3, 1])
+    with torch.device("meta"):
+        loaded = [load_experts(p, 1, experts=[3, 1]).state_dict() for p in (path, folder)]
+    for tensors in loaded:
+        assert all(torch.equal(tensors[name], wanted.state_dict()[name]) for name in SCALES)
+
+
+def test_static_scales_are_checked_without_waiting_for_the_device(static, monkeypatch):
+    """On the device "meta", whose values nobody can have."""
+    path, folder = static("fp8_tensor", "sm90")
+    empty(path)
+    backend = backends_for("fp8_tensor", "sm90", "fp8_static")[0]
+    monkeypatch.setattr(type(backend), "supports", lambda self, workload: None)
+    reader = open_reader(folder, torch.device("meta"))
+    packed = reader.load(1, range(4), backend=backend.name)
+    assert packed.workload.activations == "fp8_static"
+    assert all(packed.tensors[name].shape == (4,) for name in SCALES)
+    monkeypatch.setattr(LayerFile, "read", lambda self, name: torch.tensor([1.0, -1.0, 1.0, 1.0]))
+    with pytest.raises(CheckpointError, match=r"^gate_up_input_scale\[1\] is -1, but the largest"):
+        reader.load(1, range(4), backend=backend.name)
 
 
 def test_several_layers_come_by_index_in_the_order_given(converted):

@@ -50,8 +50,8 @@ def folder(clean, tmp_path):
     return converted / PREPARED_FOLDER / "sm100"
 
 
-def problems(folder, source):
-    report = verify(folder.parent.parent, against=source, layers=0)
+def problems(folder, source, **settings):
+    report = verify(folder.parent.parent, against=source, layers=0, **settings)
     return {p.name: p.message for p in report.problems if p.check == "prepared"}
 
 
@@ -177,6 +177,61 @@ def test_a_panel_that_is_not_the_portable_weight_is_named(source, clean, tmp_pat
     (fault,) = problems(converted / PREPARED_FOLDER / "sm90", source).items()
     assert fault[0] == "sm90/layer-00001.safetensors"
     assert fault[1].startswith(f"{tensor} of expert 2: element [")
+
+
+@pytest.fixture(scope="module")
+def with_scales(source, scale_file, tmp_path_factory):
+    """A checkpoint with static scales of activations, prepared for them; not to be changed."""
+    out = tmp_path_factory.mktemp("static") / "converted"
+    path = convert(source, out, format="fp8_tensor", activation_scales=scale_file).output
+    prepare(path, target="sm90")
+    return path
+
+
+@pytest.fixture
+def static(with_scales, tmp_path):
+    """A copy of it, which a test may damage: its prepared folder."""
+    converted = Path(shutil.copytree(with_scales, tmp_path / "converted"))
+    return converted / PREPARED_FOLDER / "sm90"
+
+
+def test_what_is_prepared_with_static_scales_passes(source, with_scales, scale_file):
+    report = verify(with_scales, against=source, activation_scales=scale_file, layers=0)
+    assert report.ok, report.problems
+    assert report.prepared == ("sm90",)
+
+
+@pytest.mark.parametrize("tensor", ["w13_input_scale", "w2_input_scale"])
+def test_a_static_scale_that_is_not_the_portable_one_is_named(source, static, scale_file, tensor):
+    edit_layer(static, 1, tensor, lambda rows: rows[2, 0].bitwise_xor_(1))
+    (fault,) = problems(static, source, activation_scales=scale_file).items()
+    assert fault[0] == "sm90/layer-00001.safetensors"
+    assert fault[1].startswith(f"{tensor} of expert 2: element [0]")
+
+
+@pytest.mark.parametrize(
+    ("changed", "tensor"),
+    [("gate_proj", "w13"), ("up_proj", "w13"), ("down_proj", "w2")],
+)
+def test_a_portable_static_scale_changed_since_is_named(
+    source, static, scale_file, changed, tensor
+):
+    (shard,) = static.parent.parent.glob("*.safetensors")
+    info = read_header(shard, shard.name)[f"{EXPERT}.{changed}.input_scale"]
+    data = bytearray(shard.read_bytes())
+    data[info.stop - 1] ^= 1  # of the exponent: the scale is four times as large
+    shard.write_bytes(data)
+    fault = problems(static, source, activation_scales=scale_file)["sm90/layer-00001.safetensors"]
+    assert fault.startswith(f"{tensor}_input_scale of expert 2: element [0]")
+
+
+@pytest.mark.parametrize("activations", ["none", "fp8_token"])
+def test_static_scales_that_the_activations_do_not_need_are_named(
+    source, static, scale_file, activations
+):
+    edit_manifest(static, lambda m: m["layers"]["1"].update(activations=activations))
+    fault = problems(static, source, activation_scales=scale_file)["sm90/layer-00001.safetensors"]
+    assert "_input_scale is F32 [4], but should be not there" in fault
 
 
 def test_swapped_experts_are_named(source, folder):

@@ -25,9 +25,9 @@ class Layout(ABC):
         w13_input_scale  [1] or [E] float32, if and only if there is a `gate_up_input_scale`
 
     `stack_biases`, `name_input_scales` and their inverses in `moequant.runtime.backends.stacked`
-    are for layouts that do not permute biases. The first dimension of every tensor but the static
-    scales is that of the experts, and no expert's part depends on the others, so that a layer can
-    be packed and written expert by expert.
+    are for layouts that do not permute biases. The first dimension of every tensor is that of the
+    experts, unless one static scale is for all of them, and no expert's part depends on the others,
+    so that a layer can be packed and written expert by expert.
     """
 
     name: ClassVar[str]

@@ -74,6 +74,8 @@ STACKED = Stacked()
 
 _PARTS = ("w13_qdata", "w13_scale", "w13_global_scale")
 _INPUT_SCALES = {"gate_up_input_scale": "w13_input_scale", "down_input_scale": "w2_input_scale"}
+INPUT_SCALES = tuple(_INPUT_SCALES.values())
+"""The tensors with static scales of activations, in every layout."""
 
 
 def padded_rows(format: str, intermediate: int) -> int:

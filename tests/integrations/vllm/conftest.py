@@ -263,16 +263,21 @@ def gpt_oss_part(parameter, tensor, intermediate, tp, ep):
 
 @pytest.fixture(scope="session")
 def converted(make_checkpoint, tmp_path_factory):
-    """converted(format, dialect): a checkpoint of ours of a small model that the dialect is for."""
+    """converted(format, dialect): a checkpoint of ours of a small model that the dialect is for.
+
+    With `activation_scales=FILE`, it has static scales of activations.
+    """
     from moequant.conversion import convert
 
     made = {}
 
-    def make(format, dialect):
-        if (format, dialect) not in made:
+    def make(format, dialect, **settings):
+        key = (format, dialect, *settings.items())
+        if key not in made:
             source = make_checkpoint(model_type="gpt_oss" if dialect == "gpt-oss" else "qwen3_moe")
             path = tmp_path_factory.mktemp("vllm") / f"{format}.{dialect}"
-            made[format, dialect] = convert(source, path, format=format, dialect=dialect).output
-        return made[format, dialect]
+            settings = {"format": format, "dialect": dialect, **settings}
+            made[key] = convert(source, path, **settings).output
+        return made[key]
 
     return make

@@ -10,6 +10,7 @@ import torch
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
+from moequant.weights.converted import ConvertedCheckpoint
 
 WAYS = [("fp8_block", "fp8"), ("w4a8", "compressed-tensors"), ("mxfp4", "gpt-oss")]
 LAYER = "model.layers.0.mlp.experts"
@@ -18,16 +19,17 @@ OPTIONS = {"prepared": "sm90"}
 
 @pytest.fixture(scope="session")
 def prepared(converted, tmp_path_factory):
-    """prepared(format, dialect): a checkpoint with a prepared folder."""
+    """prepared(format, dialect): a checkpoint with a prepared folder; settings as `converted`."""
     made = {}
 
-    def make(format, dialect):
-        if (format, dialect) not in made:
+    def make(format, dialect, **settings):
+        key = (format, dialect, *settings.items())
+        if key not in made:
             path = tmp_path_factory.mktemp("prepared") / "converted"
-            shutil.copytree(converted(format, dialect), path)
+            shutil.copytree(converted(format, dialect, **settings), path)
             prepare(path, target="sm90")
-            made[format, dialect] = path
-        return made[format, dialect]
+            made[key] = path
+        return made[key]
 
     return make
 
@@ -87,12 +89,36 @@ def test_each_rank_reads_its_experts(load, prepared):
         assert torch.equal(run(layer, hidden, weights, ids), whole(hidden, weights, mine))
 
 
+@pytest.mark.parametrize("ep", [(1, 0), (2, 0), (2, 1)])
+def test_static_scales_are_those_of_the_file_and_of_the_experts_of_the_rank(
+    load, prepared, scale_file, monkeypatch, ep
+):
+    path = prepared("fp8_tensor", "compressed-tensors", activation_scales=scale_file)
+    ranks, rank = ep
+    mine = list(range(4))[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+    wanted = load_experts(path, 0, experts=mine)
+
+    def refuse(*_):
+        raise AssertionError("the portable scales were read")
+
+    monkeypatch.setattr(ConvertedCheckpoint, "read_input_scales", refuse)
+    layer = load(path, ep=ep)
+    packed = layer.quant_method.experts.packed()
+    assert packed.workload.activations == "fp8_static"
+    assert packed.tensors["w13_input_scale"].unique().numel() == len(mine)
+    for name, tensor in wanted.packed().tensors.items():
+        assert torch.equal(packed.tensors[name], tensor)
+    hidden, weights, ids = call()
+    assert torch.equal(run(layer, hidden, weights, ids), wanted(hidden, weights, ids))
+
+
 def test_the_layer_says_so(load, prepared, monkeypatch):
     from moequant.integrations.vllm.method import logger
 
-    said = []
+    path, said = prepared("w4a8", "compressed-tensors"), []
+    load(path)  # imports modules with the same logger, which is made anew there
     monkeypatch.setattr(logger, "info_once", lambda message, *values: said.append(message % values))
-    load(prepared("w4a8", "compressed-tensors"))
+    load(path)
     assert "silu, prepared for sm90) by its backend" in said[-1]
 
 
