@@ -102,9 +102,9 @@ class Tilings(ABC):
     """Those that can be paired."""
     gather_rows: ClassVar[tuple[int, ...]]
     """Those that can be gathered."""
-    skewed_rows: ClassVar[int] = 0
-    """The formula's tiles have up to so many rows for experts that have many more than the mean:
-    a quarter of the tokens' number."""
+    rows_for_skew: ClassVar[int] = 0
+    """The formula's tiles have at least so many rows, or as many as a quarter of the tokens fills:
+    with skewed routing some experts have many more than the mean."""
 
     @abstractmethod
     def _split(self, rows: int, rounds: float) -> int:
@@ -149,15 +149,17 @@ class Tilings(ABC):
     def default(self, problem: TuningProblem) -> Tiling:
         """Rows that nearly all experts fit in under uniform routing; split while SMs are idle.
 
-        More where a family has `skewed_rows`.
+        At least those that `rows_for_skew` asks for.
 
         Pairs where nearly all experts have two tiles of 65 rows or more: what is left over of one
         that does not would wait for its partner.
         """
         pairs = problem.tokens * problem.topk
         mean = pairs / problem.experts
-        likely = max(mean + 2 * mean**0.5, min(problem.tokens // 4, self.skewed_rows))
+        likely = mean + 2 * mean**0.5
         rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
+        busy = min(problem.tokens // 4, self.rows_for_skew)
+        rows = max([rows, *(rows for rows in self.rows if rows <= busy)])
         pair = rows in self.pair_rows and mean - 2 * mean**0.5 > 192
         active = min(pairs, problem.experts)
         return Tiling(

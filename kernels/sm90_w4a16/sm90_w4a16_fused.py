@@ -29,7 +29,7 @@ class W4a16Tilings(Tilings):
     rows = (8, 16, 32, 48, 64, 96, 128, 160)
     pair_rows = (96, 128)
     gather_rows = ()
-    skewed_rows = 48
+    rows_for_skew = 48
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:

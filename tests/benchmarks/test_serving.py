@@ -355,7 +355,8 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
     assert one_serving.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}
-    timed = len(calls)
-    want = [(8, 10, 1), *((batch, 64, new) for batch in (1, 2) for new in (16, 48))]
-    assert profiled == [(timed, *call) for call in want]
+    *timed, first, second = calls
+    assert (first, second) == ((1, 64, 16), (2, 64, 16))
+    want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 48))]
+    assert profiled == [(len(timed) + unprofiled, *call) for unprofiled, *call in want]
     assert one_serving.time_engine({**request, "profile": False})["profile"] == {}

@@ -1,4 +1,4 @@
-"""Scripts of this folder, which import each other by name; no package of that name comes later."""
+"""Scripts of this folder import each other by name: it is put at the end of the path."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_NO_NETWORK = {
+_ENGINES = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,7 +31,7 @@ def of_task(task, gpus, *, folder, cores):
     name = "-".join(map(str, gpus))
     found = {
         **os.environ,
-        **_NO_NETWORK,
+        **_ENGINES,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "PYTHONUNBUFFERED": "1",

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import environment
 import needs
-import process
 from placement import Placement
-from results import INTERRUPTED, SKIPPED, TIMED_OUT, Result, last_line, of_ended
+from process import Process
+from results import INTERRUPTED, NOT_STARTED, SKIPPED, TIMED_OUT, Result, last_line, of_ended
 from task import in_order
 
 if TYPE_CHECKING:
-    import subprocess
     from pathlib import Path
 
     from task import Task
@@ -27,7 +26,7 @@ _POLL_S = 0.2
 class _Running:
     task: Task
     gpus: list[int]
-    process: subprocess.Popen
+    process: Process
     log: Path
     began: float
     limit_s: float
@@ -73,22 +72,22 @@ class Queue:
                 self._keep_ended()
                 self._skip()
                 self._start()
-                if not self._running:
-                    assert not self._waiting
+                if not self._running and not self._waiting:
                     return
                 time.sleep(_POLL_S)
         finally:
+            self._keep_ended()
             for running in self._running:
-                process.end(running.process)
+                running.process.end()
                 self._keep(running.task, self._ended(running, INTERRUPTED))
 
     def _keep_ended(self):
         for running in list(self._running):
             late = time.monotonic() - running.began >= running.limit_s
-            returncode = running.process.poll()
+            returncode = running.process.returncode()
             if returncode is None and not late:
                 continue
-            process.end(running.process)
+            running.process.end()
             self._running.remove(running)
             self._placement.give_back(running.task)
             self._keep(running.task, self._ended(running, TIMED_OUT if returncode is None else ""))
@@ -96,7 +95,7 @@ class Queue:
     def _ended(self, running, status):
         last, seconds = last_line(running.log), running.seconds()
         if not status:
-            return of_ended(running.process.returncode, last, gpus=running.gpus, seconds=seconds)
+            return of_ended(running.process.returncode(), last, gpus=running.gpus, seconds=seconds)
         reason = "the time of the whole run was over" if running.cut and status == TIMED_OUT else ""
         return Result(status=status, gpus=running.gpus, seconds=seconds, reason=reason, last=last)
 
@@ -113,6 +112,13 @@ class Queue:
             for task, reason in found:
                 self._waiting.remove(task)
                 self._keep(task, Result(status=SKIPPED, reason=reason))
+        for task in [task for task in self._waiting if self._is_late(task)]:
+            self._waiting.remove(task)
+            reason = f"needs about {task.estimate_s} s, but less time is left"
+            self._keep(task, Result(status=NOT_STARTED, reason=reason))
+
+    def _is_late(self, task):
+        return time.monotonic() + task.estimate_s > self._end
 
     def _why_not(self, task):
         if reason := self._unmet[task.name]:
@@ -122,8 +128,6 @@ class Queue:
                 return f"needs {name}, which has not passed"
         if task.name in self._needed and not any(task.name in t.after for t in self._waiting):
             return "nothing that can run needs it"
-        if time.monotonic() + task.estimate_s > self._end:
-            return f"needs about {task.estimate_s} s, but less time is left"
         writing = any(running.task.room_gb for running in self._running)
         if not writing and not self._has_room(task):
             return f"needs {task.room_gb} GB in {self._folder}"
@@ -155,7 +159,7 @@ class Queue:
         cores = self._machine.cores_of(gpus)
         log, began = out / "log", time.monotonic()
         with log.open("wb") as file:
-            started = process.start(
+            started = Process(
                 environment.script_of(
                     task, gpus, machine=self._machine, folder=self._folder, out=out
                 ),

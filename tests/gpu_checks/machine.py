@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-_QUERY = "index,name,memory.total,compute_cap"
+_QUERY = "index,name,memory.total,compute_cap,uuid"
 _LARGE_LAYER_GB = 40
 """GPU memory of a test with a layer of a real model's size."""
 _MOST_JOBS = 3
@@ -52,21 +52,30 @@ class Machine:
 
 
 def parse_gpus(text, visible):
-    """GPUs that nvidia-smi prints as CSV; of these the numbers in `visible`, if it is not empty."""
+    """GPUs that nvidia-smi prints as CSV.
+
+    Args:
+        text: what it prints.
+        visible: CUDA_VISIBLE_DEVICES: numbers as nvidia-smi has them, or beginnings of UUIDs; None
+            for all.
+    """
     found = []
+    allowed = None if visible is None else [part.strip() for part in visible.split(",")]
     for line in text.strip().splitlines():
-        index, name, mebibytes, capability = (part.strip() for part in line.split(","))
-        found.append(Gpu(int(index), name, float(mebibytes) * 2**20 / 1e9, capability))
-    allowed = [int(part) for part in visible.split(",") if part.strip().isdigit()]
-    return tuple(gpu for gpu in found if not visible or gpu.index in allowed)
+        index, name, mebibytes, capability, uuid = (part.strip() for part in line.split(","))
+        if allowed is None or any(
+            part == index or (part.startswith("GPU-") and uuid.startswith(part)) for part in allowed
+        ):
+            found.append(Gpu(int(index), name, float(mebibytes) * 2**20 / 1e9, capability))
+    return tuple(found)
 
 
 def this_machine():
-    """This machine; only GPUs in CUDA_VISIBLE_DEVICES, where that lists numbers."""
+    """This machine; only GPUs in CUDA_VISIBLE_DEVICES, if that is set."""
     text = ""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         text = done.stdout if done.returncode == 0 else ""
-    gpus = parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    gpus = parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Machine(gpus, tuple(sorted(os.sched_getaffinity(0))))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+_MARK = "MOEQUANT_GPU_CHECK"
 
-def start(script, *, folder, environment, cores, log):
-    """Run a script of bash in a process group of its own, on these cores.
+
+class Process:
+    """A script of bash, on some cores. What it starts inherits a variable, by which it is found.
+
+    Engines and servers start processes in groups and sessions of their own, which outlive a parent
+    that crashes.
 
     Args:
         script: command lines.
@@ -20,40 +26,41 @@ def start(script, *, folder, environment, cores, log):
         cores: numbers of processor cores.
         log: an open file for what it prints.
     """
-    return subprocess.Popen(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=partial(os.sched_setaffinity, 0, cores),
-    )
 
+    def __init__(self, script, *, folder, environment, cores, log):
+        mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._mark = f"{_MARK}={mark}".encode()
+        self._bash = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=folder,
+            env={**environment, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(os.sched_setaffinity, 0, cores),
+        )
 
-def end(process):
-    """Kill a process, its group, and all that it started in other groups; engines do that."""
-    started = _descendants(process.pid)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in started:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+    def returncode(self):
+        """The script's, None while it runs."""
+        return self._bash.poll()
 
+    def end(self):
+        """Kill what is left of the script and of all that it started."""
+        self._bash.kill()
+        while started := self._started():
+            for pid in started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self._bash.wait()
 
-def _descendants(pid):
-    children = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                # Behind the name, which may hold anything: state, parent.
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found, open_pids = [], [pid]
-    while open_pids:
-        started = children.get(open_pids.pop(), [])
-        found += started
-        open_pids += started
-    return found
+    def _started(self):
+        """Processes with the variable; those that have ended have none."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    if self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found

@@ -15,7 +15,7 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a task; `reason` of one that was skipped, `last` line of what it printed."""
+    """What became of a task; `reason` of one that did not run, `last` line of what it printed."""
 
     status: str
     gpus: list[int] = field(default_factory=list)

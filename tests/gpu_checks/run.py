@@ -102,14 +102,22 @@ def check_installed():
     return subprocess.run(command, cwd=CHECKOUT, env=environment, check=False).returncode == 0
 
 
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def stopped_by_signals(queue):
     """Within it, an interruption stops the queue."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: queue.stop()) for number in signals]
-    yield
-    for number, handler in zip(signals, before, strict=True):
-        signal.signal(number, handler)
+    before = {number: signal.getsignal(number) for number in _INTERRUPTIONS}
+    # nohup, for example, has one ignored.
+    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, lambda *_: queue.stop())
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def run(tasks, names, machine, given):

@@ -7,21 +7,22 @@ import pytest
 from environment import of_task, script_of
 from machine import Gpu, Machine, parse_gpus
 
-PRINTED = """0, NVIDIA H100 80GB HBM3, 81559, 9.0
-1, NVIDIA H200, 143771, 9.0
-2, NVIDIA B200, 183359, 10.0
+PRINTED = """0, NVIDIA H100 80GB HBM3, 81559, 9.0, GPU-167607f5-d604
+1, NVIDIA H200, 143771, 9.0, GPU-4337c15c-5157
+2, NVIDIA B200, 183359, 10.0, GPU-a08486fb-b706
 """
 
 
 def test_gpus_are_those_of_nvidia_smi_that_are_visible():
-    assert [gpu.index for gpu in parse_gpus(PRINTED, "")] == [0, 1, 2]
+    assert [gpu.index for gpu in parse_gpus(PRINTED, None)] == [0, 1, 2]
     (found,) = parse_gpus(PRINTED, "1")
     assert (found.name, found.capability, round(found.memory_gb)) == ("NVIDIA H200", "9.0", 151)
-    assert parse_gpus("", "") == ()
+    assert [gpu.index for gpu in parse_gpus(PRINTED, "2,GPU-167607f5")] == [0, 2]
+    assert parse_gpus(PRINTED, "") == parse_gpus("", None) == ()
 
 
 def test_large_layers_run_in_two_processes_on_80_gb_and_in_three_on_141():
-    h100, h200, _ = parse_gpus(PRINTED, "")
+    h100, h200, _ = parse_gpus(PRINTED, None)
     assert Machine((h100,), (0,)).large_jobs() == 2
     assert Machine((h200,), (0,)).large_jobs() == 3
     assert Machine((h200, h100), (0,)).large_jobs() == 2

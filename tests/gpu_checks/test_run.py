@@ -91,6 +91,13 @@ def test_a_task_over_its_limit_is_killed_with_all_it_started(run, tiny, tmp_path
         assert is_gone(int(pid))
 
 
+def test_what_a_task_leaves_behind_is_killed_with_it(run, tiny, tmp_path):
+    pid = tmp_path / "pid"
+    code, results, _ = run([tiny("crashes", f"setsid sleep 60 & echo $! > {pid}; exit 3")])
+    assert (code, results["crashes"]["status"]) == (1, "failed")
+    assert is_gone(int(pid.read_text()))
+
+
 def is_gone(pid):
     for _ in range(100):
         stat = Path(f"/proc/{pid}/stat")
@@ -104,6 +111,7 @@ def test_nothing_starts_that_cannot_end_in_time(run, tiny):
     tasks = [tiny("long", estimate_s=100), tiny("short"), tiny("wrong", "sleep 60", limit_s=100)]
     code, results, _ = run(tasks, "--minutes", 2 / 60, gpus=2)
     assert (code, results["short"]["status"]) == (1, "passed")
+    assert results["long"]["status"] == "not started"
     assert results["long"]["reason"] == "needs about 100 s, but less time is left"
     assert results["wrong"]["status"] == "timed out"
     assert results["wrong"]["reason"] == "the time of the whole run was over"
