@@ -257,7 +257,10 @@ class _Directory(click.Path):
         return super().convert(value, param, ctx)
 
 
-FILE, _FILE_NAME = _File(dir_okay=False, path_type=Path), _File(dir_okay=False)
+FILE = _File(dir_okay=False, path_type=Path)
+"""Gives a Path."""
+_FILE_NAME = _File(dir_okay=False)
+"""Gives what was typed, for functions that take names."""
 DIRECTORY = _Directory(file_okay=False)
 """Completes directories. It may not exist, because it may be the id of a hub repository."""
 

@@ -327,7 +327,7 @@ def quantize_row(
         row_of_its_pair = tl.load(row_of_pair + pair)
         token = pair if TOPK == 1 else row
     held = load_row(x + token.to(tl.int64) * K, K, PIECES, CHUNKS)
-    # Beside the row, not after it: codes would wait for it, too.
+    # Loaded with the row: read later, all codes would wait for it.
     scale_row = row if SCHEME == "mxfp8" else tl.load(scale_row_of_pair + pair)
     amaxes = ()
     for chunk in tl.static_range(CHUNKS):
@@ -492,7 +492,7 @@ def largest_of_pieces(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
-_LARGER_BEFORE_SM86 = tl.constexpr(
+_LARGER_BEFORE_SM89 = tl.constexpr(
     """{
     .reg .b32 left, right;
     abs.bf16x2 left, $1;
@@ -512,7 +512,7 @@ def larger(a, b, NATIVE: tl.constexpr):
     if _IN_PYTHON:
         a, b = a & 0x7FFF7FFF, b & 0x7FFF7FFF
         return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
-    asm: tl.constexpr = _LARGER if NATIVE else _LARGER_BEFORE_SM86
+    asm: tl.constexpr = _LARGER if NATIVE else _LARGER_BEFORE_SM89
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.uint32, True, 1)
 
 
@@ -637,8 +637,8 @@ def encode_e2m1(x, SATURATES: tl.constexpr):
     2**23 to a line rounds it to an integer, in the last bits. Products with 2 and 0.5 are exact:
     a line is rounded once, fused or not. For NaN any code.
 
-    Magnitudes are below 15 unless it SATURATES. Then a flatter third line will do that, fused, is
-    6 up to 5 and 7 from there to 15, and no code needs to be clamped.
+    Unless it SATURATES, magnitudes are below 15. The third line is then 0.1 x + 6, rounded once,
+    which is 6 up to x = 5 and 7 from there to 15, so that no code needs to be clamped.
     """
     magnitude = tl.abs(x)
     steep = tl.fma(magnitude, 2.0, _UNIT).to(tl.uint32, bitcast=True)

@@ -207,7 +207,7 @@ class LayerReader:
         # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)
         tensors = self._room_for(file, len(experts), static=static)
-        others = {
+        portable_scales = {
             name: scale.to(self.device)
             for name, scale in name_input_scales(scales).items()
             if name not in tensors
@@ -219,7 +219,7 @@ class LayerReader:
             workload=workload,
             backend=chosen,
             tensors=tensors,
-            others=others,
+            portable_scales=portable_scales,
         )
 
     def _room_for(self, file: LayerFile, experts: int, *, static: bool) -> dict[str, Tensor]:
@@ -373,7 +373,7 @@ class _PreparedLayer:
         workload: of the layer.
         backend: what shall run it.
         tensors: those of the file that are wanted, by name, to be filled.
-        others: static scales of activations by name, if the file does not have them.
+        portable_scales: static scales of activations by name, if the file does not have them.
     """
 
     layer: int
@@ -382,7 +382,7 @@ class _PreparedLayer:
     workload: Workload
     backend: Backend
     tensors: Mapping[str, Tensor]
-    others: Mapping[str, Tensor]
+    portable_scales: Mapping[str, Tensor]
 
     def reads(self, experts: Sequence[int]) -> Iterator[Read]:
         """What fills the tensors, in the order of the file; the last one has this as `what`."""
@@ -402,7 +402,7 @@ class _PreparedLayer:
     def complete(self) -> PackedExperts:
         """The experts, once tensors are filled; packed again for a backend of another layout."""
         with torch.inference_mode(mode=False):
-            tensors = {**self.tensors, **self.others}
+            tensors = {**self.tensors, **self.portable_scales}
             if self.layout not in self.backend.layouts:
                 tensors = self.backend.pack(self.layout.unpack(tensors, self.workload))
             return self.backend.load(tensors, self.workload)

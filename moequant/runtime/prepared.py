@@ -262,7 +262,7 @@ class PreparedCheckpoint:
             weights = (self.converted.read_expert(layer, expert, p) for p in moe.projections)
             add_originals(digest, weights)
         if digest.hexdigest() != entry.originals_sha256:
-            raise self._stale(layer, "the converted checkpoint has other weights now")
+            raise self._stale(layer, "the checkpoint has other weights or static scales now")
 
     def _check_sizes(self, layer: int) -> None:
         now, then = (

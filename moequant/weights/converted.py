@@ -394,8 +394,8 @@ def _locate_input_scale(checkpoint: Checkpoint, name: str) -> TensorRange:
 def _read_numbers(places: Sequence[TensorRange]) -> Tensor:
     """Tensors of one floating-point number each, in this order, as float32.
 
-    Each file is opened once and read from its beginning to its end: to read single tensors takes
-    fifty microseconds for each, and a layer has hundreds.
+    Files are read from their beginnings to their ends, opened once a dtype: single reads take
+    fifty microseconds each, and a layer has hundreds of these tensors.
     """
     numbers = torch.empty(len(places), dtype=torch.float32, device="cpu")
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
