@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,15 +205,18 @@ def test_an_interruption_ends_what_runs_and_loses_nothing(tmp_path, number):
         "machine = Machine((Gpu(0, 'H100', 85.0, '9.0'),), (0,))\n"
         "sys.exit(run.main(words, tasks, machine))\n"
     )
-    running = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-    try:
-        while not (pid.exists() and pid.read_text().strip()):
-            assert running.poll() is None
-            time.sleep(0.05)
-        os.kill(running.pid, number)
-        printed, _ = running.communicate(timeout=30)
-    finally:
-        running.kill()
+    # Whoever runs the tests may ignore it, as nohup does, and processes inherit that.
+    heard = partial(signal.signal, number, signal.SIG_DFL)
+    command = [sys.executable, script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as running:
+        try:
+            while not (pid.exists() and pid.read_text().strip()):
+                assert running.poll() is None
+                time.sleep(0.05)
+            os.kill(running.pid, number)
+            printed, _ = running.communicate(timeout=30)
+        finally:
+            running.kill()
     assert running.returncode == 1
     assert is_gone(int(pid.read_text()))
     results = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
@@ -221,3 +225,17 @@ def test_an_interruption_ends_what_runs_and_loses_nothing(tmp_path, number):
     assert [row[0] for row in rows] == ["quick", "slow", "never"]
     assert "interrupted" in rows[1]
     assert rows[2] == ["never", "not", "started"]
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    class Stopped:
+        def stop(self):
+            raise AssertionError("it was heard")
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with module.stopped_by_signals(Stopped()):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
