@@ -125,7 +125,14 @@ def collect(path, *options):
 
 
 @pytest.mark.parametrize(
-    "name", ["sm90-mxfp4", "sm90-rest", "sm90-real-models", "vllm-two-gpus", "quantizer-rates"]
+    "name",
+    [
+        "sm90-mxfp4",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("sm90-rest", "sm90-real-models", "vllm-two-gpus", "quantizer-rates")
+        ),
+    ],
 )
 def test_words_choose_some_tests(name, lines):
     words = next(words for task, words in lines if task.name == name)
