@@ -27,7 +27,7 @@ from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from moequant.benchmarks.device_profile import DeviceProfile
     from moequant.benchmarks.serving_engines import Engine
@@ -79,7 +79,7 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     length = request["prefill_tokens"] // PREFILL_PROMPTS
     engine.prepare(length + 1)
     prefill_s = _least_s(engine, prompts, PREFILL_PROMPTS, length, new_tokens=1, rounds=rounds)
-    profile = _profile(engine, prompts, request["batches"], length) if request["profile"] else {}
+    profile = _profile(engine, prompts, request) if request["profile"] else {}
     return {
         "version": engine.version,
         "experts": engine.experts,
@@ -90,10 +90,10 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(
-    engine: Engine, prompts: _Prompts, batches: Sequence[int], prefill_length: int
-) -> dict[str, Any]:
-    """After all is timed, since a profiler takes time."""
+def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Profiles of a step of each batch and of the prefill, of calls no longer than those timed."""
+    steps = min(request["steps"], _PROFILED_STEPS)
+    prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
         ids = prompts.draw(batch, length)
@@ -101,13 +101,13 @@ def _profile(
 
     prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)
     found = {"prefill": profile_of_step(NOTHING, prefill, 1)}
-    for batch in batches:
-        engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + _PROFILED_STEPS)
+    for batch in request["batches"]:
+        engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
         # The first call in a new cache compiles and captures.
         engine.generate(prompts.draw(batch, PROMPT_TOKENS), FIRST_TOKENS)
-        new_tokens = (FIRST_TOKENS, FIRST_TOKENS + _PROFILED_STEPS)
+        new_tokens = (FIRST_TOKENS, FIRST_TOKENS + steps)
         few, many = (profiled(batch, PROMPT_TOKENS, new) for new in new_tokens)
-        found[str(batch)] = profile_of_step(few, many, _PROFILED_STEPS)
+        found[str(batch)] = profile_of_step(few, many, steps)
     return found
 
 

@@ -350,7 +350,7 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     monkeypatch.setattr(one_serving, "profile_call", profile_call)
     monkeypatch.setattr(one_serving, "Setup", lambda: None)
     request = {
-        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 20, "rounds": 1,
+        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 40, "rounds": 1,
         "prefill_tokens": 80, "vocabulary": 100, "profile": True,
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
@@ -359,4 +359,6 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     assert (first, second) == ((1, 64, 16), (2, 64, 16))
     want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 48))]
     assert profiled == [(len(timed) + unprofiled, *call) for unprofiled, *call in want]
+    assert one_serving.time_engine({**request, "steps": 8})["profile"]["2"] == step
+    assert profiled[-1][1:] == (2, 64, 24)
     assert one_serving.time_engine({**request, "profile": False})["profile"] == {}
