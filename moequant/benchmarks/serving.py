@@ -73,6 +73,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Of every process: in one process, with the log that says who runs the experts, and no network."""
+_LOGGED = re.compile(r"\bERROR\b.*\] (?:\w+\.)*(\w+(?:Error|Exception): .+)$", re.MULTILINE)
+"""An exception in the log of one of vLLM's workers, behind the place that logged it."""
 _OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
 _VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
 """As vLLM 0.22.1 and 0.33.0 log them, such as "Using TRITON Fp8 MoE backend out of ..."."""
@@ -293,7 +295,7 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         plugins="moequant" if engine == "vllm+moequant" else "",
     )
     if "error" in found:
-        return {**found, "log": log[-_LOG_END:]}
+        return {"error": _reason(found["error"], log), "log": log[-_LOG_END:]}
     if engine == "vllm+moequant" and not _OUR_EXPERTS.search(log):
         error = "vLLM did not say that moequant runs its experts: the plug-in was not used"
         return {"error": error, "log": log[-_LOG_END:]}
@@ -301,6 +303,12 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         pattern = _OUR_EXPERTS if engine == "vllm+moequant" else _VLLM_EXPERTS
         found["experts"] = ", ".join(dict.fromkeys(pattern.findall(log))) or None
     return found
+
+
+def _reason(error: str, log: str) -> str:
+    """An engine's error, with the first that its workers logged: vLLM says only that one failed."""
+    first = _LOGGED.search(log)
+    return error if first is None or first[1] in error else f"{error} First: {first[1]}"
 
 
 def _figures(

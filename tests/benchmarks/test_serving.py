@@ -55,6 +55,10 @@ class LLM:
             print("INFO [mxfp4.py:356] Using 'MARLIN' Mxfp4 MoE backend.")
         if "broken" in options["model"]:
             raise RuntimeError("Engine core initialization failed.\\nand more")
+        if "worker" in options["model"]:
+            print("(Worker_TP1 pid=7) ERROR 11-26 14:20:11 [executor.py:870] torch.cuda."
+                  "OutOfMemoryError: no room", file=sys.stderr)
+            raise RuntimeError("A worker failed.")
         if "killed" in options["model"]:
             print("Fatal: out of shared memory", flush=True)
             os._exit(9)
@@ -164,6 +168,7 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
     ("kind", "reason"),
     [
         ("broken", "RuntimeError: Engine core initialization failed."),
+        ("worker", "RuntimeError: A worker failed. First: OutOfMemoryError: no room"),
         ("killed", "it ended with exit code 9: Fatal: out of shared memory"),
         ("silent", "the plug-in was not used"),
         ("hanging", "it did not end within 8 s"),

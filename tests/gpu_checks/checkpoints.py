@@ -31,7 +31,7 @@ MODELS = {
         vocabulary=32768,
         formats=("fp8_block", "mxfp4", "w4a8"),
         room_gb=70,
-        estimate_s=130,
+        estimate_s=85,
     ),
     "gpt-oss": Model(
         shape="gpt-oss",
@@ -39,7 +39,7 @@ MODELS = {
         vocabulary=32768,
         formats=("mxfp4",),
         room_gb=52,
-        estimate_s=120,
+        estimate_s=100,
     ),
     "deepseek-v3": Model(
         shape="deepseek-v3",
@@ -47,18 +47,18 @@ MODELS = {
         vocabulary=32768,
         formats=("fp8_block",),
         room_gb=78,
-        estimate_s=150,
+        estimate_s=120,
     ),
     "layers": Model(
         shape="qwen3-30b",
-        layers=3,
+        layers=6,
         vocabulary=4096,
         formats=(
             "fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "mxfp4", "mxfp8",
             "nvfp4", "w4a8",
         ),
-        room_gb=30,
-        estimate_s=60,
+        room_gb=60,
+        estimate_s=45,
     ),
 }  # fmt: skip
 """By name of the task, behind "model-", and of the folders."""

@@ -42,7 +42,7 @@ def _beside_humming(name):
             f"{BENCH} --shape mixtral-8x7b {_WAYS[name]} --against humming "
             "--output {out}/experts.json",
         ),
-        estimate_s=60,
+        estimate_s=90,
         limit_s=300,
         needs=("sm90", "humming"),
     )
@@ -57,7 +57,7 @@ TASKS = [
             f"{BENCH} --shape {_ALL} {_WAYS['fp8_channel']} --backend cutlass_fp8 "
             "--output {out}/experts.json",
         ),
-        estimate_s=150,
+        estimate_s=50,
         limit_s=600,
         needs=("sm90", "cutlass"),
     ),

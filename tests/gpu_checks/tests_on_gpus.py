@@ -91,7 +91,7 @@ TASKS = [
     Task(
         name="quantizer-rates",
         commands=(f"{PYTEST} -s tests/kernels/test_block_scaled_quantize.py -k speed",),
-        estimate_s=40,
+        estimate_s=20,
         limit_s=200,
     ),
     Task(
@@ -107,7 +107,7 @@ TASKS = [
     Task(
         name="hopper-libraries",
         commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_hopper_libraries.py",),
-        estimate_s=80,
+        estimate_s=95,
         limit_s=400,
         beside=3,
         needs=("sm90",),
@@ -115,7 +115,7 @@ TASKS = [
     Task(
         name="deepgemm",
         commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_deepgemm_fp4.py",),
-        estimate_s=80,
+        estimate_s=20,
         limit_s=400,
         beside=3,
         needs=("deep_gemm",),
