@@ -33,7 +33,7 @@ class W4a8Tilings(Tilings):
     rows: ClassVar[tuple[int, ...]] = (8, 16, 32, 48, 64, 96, 128)
     pair_rows: ClassVar[tuple[int, ...]] = (96, 128)
     gather_rows: ClassVar[tuple[int, ...]] = (48, 64, 96, 128)
-    rows_for_skew = 48
+    rows_for_skew = 96
 
     def _split(self, rows: int, rounds: float) -> int:
         if rows > 16 or rounds > 0.5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,12 @@ from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90 import tiling as module
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelTilings
-from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import W4a8Tilings
-from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import W4a16Tilings
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Tilings, W4a8Tilings
+from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Tilings, W4a16Tilings
 
 FP8, W4A8, CHANNEL = Fp8BlockTilings(), W4a8Tilings(), Fp8ChannelTilings()
 FAMILIES = [FP8, W4A8, CHANNEL, W4a16Tilings()]
+EVERY = [*FAMILIES, Mxfp4Fp8Tilings(), Mxfp4Bf16Tilings()]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 
 
@@ -30,9 +32,9 @@ def problem(tokens, **changes):
 def empty_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "_OURS", tmp_path / "ours")
-    module._tables.cache_clear()
+    module.forget_tables()
     yield
-    module._tables.cache_clear()
+    module.forget_tables()
 
 
 @every_family
@@ -67,7 +69,7 @@ def test_a_table_is_of_its_family(tmp_path):
     assert not W4A8.is_table(path, "A")
     assert W4A8.choose(problem(100)) == W4A8.default(problem(100))
     path.rename(path.with_name("w4a8_a.json"))
-    module._tables.cache_clear()
+    module.forget_tables()
     assert W4A8.choose(problem(100)) == W4A8.default(problem(100))
 
 
@@ -81,10 +83,35 @@ def test_the_users_table_wins_over_ours(tmp_path):
     assert FP8.choose(problem(90)) == ours
 
 
+def test_a_gpu_with_as_many_sms_is_next_to_ones_own(tmp_path):
+    others, own = Tiling(rows=32, split13=2), Tiling(rows=32, split13=4)
+    for tokens in (9, 90):
+        FP8.write(problem(tokens), others, 1.0, tmp_path / "ours" / "fp8_block_a.json")
+    FP8.write(problem(9, gpu="B"), own, 1.0, tmp_path / "ours" / "fp8_block_b.json")
+    assert FP8.choose(problem(9, gpu="B")) == own
+    assert FP8.choose(problem(90, gpu="B")) == others
+    assert FP8.choose(problem(900, gpu="B")) == FP8.default(problem(900))
+    assert FP8.choose(problem(90, gpu="B", sms=114)) == FP8.default(problem(90, sms=114))
+    assert FP8.choose(problem(90, gpu="B", topk=1)) == FP8.default(problem(90, topk=1))
+    # A user's table holds for its own GPU alone.
+    FP8.write(problem(900), others, 1.0)
+    assert FP8.choose(problem(900, gpu="B")) == FP8.default(problem(900))
+
+
+def test_every_table_of_ours_is_current_and_says_how_many_sms():
+    paths = sorted(Path(module.__file__).with_name("tunings").glob("*.json"))
+    assert {path.name.partition("_nvidia")[0] for path in paths} >= {f.name for f in FAMILIES}
+    for path in paths:
+        table = json.loads(path.read_text())
+        assert table["sms"] == 132
+        family = next(f for f in EVERY if f.name == table["format"])
+        assert family._rows(path, table["gpu"])
+
+
 def test_a_table_of_other_kernels_is_passed_over():
     path = FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
     path.write_text(json.dumps({**json.loads(path.read_text()), "kernel": FP8.version - 1}))
-    module._tables.cache_clear()
+    module.forget_tables()
     assert FP8.choose(problem(9)) == FP8.default(problem(9))
 
 
@@ -95,7 +122,7 @@ def test_a_table_of_other_kernels_is_passed_over():
 def test_a_broken_table_is_named(family, change):
     path = family.write(problem(9), Tiling(rows=32), 1.0)
     path.write_text(change(path.read_text()))
-    module._tables.cache_clear()
+    module.forget_tables()
     with pytest.raises(MoequantError, match=rf"{family.name}_a\.json|rows=33"):
         family.choose(problem(9))
 
@@ -163,8 +190,9 @@ def test_few_units_are_split_and_so_are_those_of_part_of_a_second_round():
         (128, (256, 7168, 2048, 8), Tiling(rows=32)),
         (191, (256, 7168, 2048, 8), Tiling(rows=32)),
         (192, (256, 7168, 2048, 8), Tiling(rows=48, gather=True)),
-        (512, (128, 2048, 768, 8), Tiling(rows=48, gather=True)),
-        (512, (256, 7168, 2048, 8), Tiling(rows=48, gather=True)),
+        (256, (128, 2048, 768, 8), Tiling(rows=64, gather=True)),
+        (512, (128, 2048, 768, 8), Tiling(rows=96)),
+        (512, (256, 7168, 2048, 8), Tiling(rows=96)),
         (2048, (256, 7168, 2048, 8), Tiling(rows=96)),
         (2048, (128, 2048, 768, 8), Tiling(rows=128)),
         (8192, (128, 2048, 768, 8), Tiling(rows=128, pair=True, gather=True)),
