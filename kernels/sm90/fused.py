@@ -200,7 +200,7 @@ class Sm90Weights(ABC):
         try:
             now = self.family.choose(problem)
         except MoequantError:  # of a broken table, which says to tune again
-            now = self.family.default(problem)
+            now = self.family.choose(problem, of_user=False)
         return list(dict.fromkeys([now, *self.family.candidates(problem)]))
 
     def table(self, path: Path | None = None) -> Path:

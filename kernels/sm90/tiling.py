@@ -14,8 +14,8 @@ user's in MOEQUANT_CACHE_DIR/tunings (default ~/.cache/moequant/tunings), and th
 
 `format` and `kernel` are name and version of the family that was measured: a table of another one
 is passed over. `time_us` is for people. A call takes the tiling of the measured number of tokens
-that is nearest by ratio, if at most NEAR apart; else one so measured on another GPU with as many
-SMs, by a table of ours; else the formula's.
+that is nearest by ratio, if at most NEAR apart; else, by the same rule, that of our table of
+another GPU with as many SMs; else the formula's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moequant.errors import MoequantError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 NEAR = 1.5
 """A tiling holds for this many times fewer or more tokens than it was measured with."""
@@ -61,10 +62,6 @@ class Tiling:
     split2: int = 1
     pair: bool = False
     gather: bool = False
-
-
-_Measured = dict[tuple[int, ...], dict[int, Tiling]]
-"""Tilings by sizes of the layer and tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +136,19 @@ class Tilings(ABC):
             )
         return tiling
 
-    def choose(self, problem: TuningProblem) -> Tiling:
-        """The measured tiling, else that of a GPU with as many SMs, else the formula's.
+    def choose(self, problem: TuningProblem, *, of_user: bool = True) -> Tiling:
+        """The measured tiling, else that of another GPU with as many SMs, else the formula's.
 
-        In 11 cells of W4A8 on an H100 (2026-11-26) an H200's tilings were as fast as the formula's
-        in 8 and one or two percent faster in 3, with skewed routing up to 9.
+        Args:
+            problem: what for.
+            of_user: whether the user's tables count.
+
+        Raises:
+            MoequantError: a table is broken.
         """
-        for tables in (
-            _tables(self, problem.gpu, _user_folder()),
-            _tables_of_others(self, problem.gpu, problem.sms),
-        ):
-            if found := _nearest(tables.get(problem.sizes, {}), problem.tokens):
+        user = _user_folder() if of_user else None
+        for measured in _measured(self, problem.gpu, problem.sms, user):
+            if found := _nearest(measured.get(problem.sizes, {}), problem.tokens):
                 return found
         return self.default(problem)
 
@@ -200,7 +199,8 @@ class Tilings(ABC):
     ) -> Path:
         """Write the fastest tiling of a problem into a table, beside what it has of others.
 
-        A table that cannot be read, or is of other kernels or another GPU, is replaced.
+        A table that cannot be read, or is of other kernels or another GPU or part of one, is
+        replaced.
 
         Args:
             problem: what was measured.
@@ -212,10 +212,10 @@ class Tilings(ABC):
             Where it is.
         """
         path = path or self.user_table(problem.gpu)
-        try:
-            shapes = self._rows(path, problem.gpu) if path.exists() else {}
-        except MoequantError:
-            shapes = {}
+        shapes: _RowsBySize = {}
+        with suppress(MoequantError):
+            if path.exists() and (table := self._read(path)):
+                shapes = table.rows if table.is_of(problem.gpu, problem.sms) else {}
         row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
         shapes.setdefault(problem.sizes, {})[problem.tokens] = row
         document = {
@@ -251,25 +251,47 @@ class Tilings(ABC):
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
-    def _rows(self, path: Path, gpu: str) -> dict[tuple[int, ...], dict[int, dict[str, Any]]]:
-        """The rows of a table by shape and tokens; none if of other kernels or another GPU."""
+    def _read(self, path: Path) -> _Table | None:
+        """A table; None if it is of another family or of other kernels."""
         try:
             table = json.loads(path.read_text())
-            if (table["format"], table["kernel"], table["gpu"]) != (self.name, self.version, gpu):
-                return {}
+            if (table["format"], table["kernel"]) != (self.name, self.version):
+                return None
             rows = {
                 tuple(shape[size] for size in _SIZES): {
                     row["tokens"]: row for row in shape["tilings"]
                 }
                 for shape in table["shapes"]
             }
-            for row in (row for by_tokens in rows.values() for row in by_tokens.values()):
-                self.check(_tiling(row))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            for sizes, by_tokens in rows.items():
+                if not all(type(number) is int for number in (*sizes, *by_tokens)):
+                    raise ValueError("sizes and tokens must be whole numbers")
+                for row in by_tokens.values():
+                    self.check(_tiling(row))
+            return _Table(gpu=table["gpu"], sms=table.get("sms"), rows=rows)
+        except MoequantError as error:
+            raise MoequantError(f"{path}: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MoequantError(
                 f"{path} is no table of tilings ({error!r}); remove it, or tune again"
             ) from error
-        return rows
+
+
+_RowsBySize = dict[tuple[int, ...], dict[int, dict[str, Any]]]
+"""Rows of a table by sizes of the layer and tokens."""
+_TilingsBySize = dict[tuple[int, ...], dict[int, Tiling]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    gpu: str
+    sms: int | None
+    """None in a table of a version that did not write it."""
+    rows: _RowsBySize
+
+    def is_of(self, gpu: str, sms: int) -> bool:
+        """Whether it was measured on such a GPU, with so many of its SMs."""
+        return self.gpu == gpu and self.sms in (sms, None)
 
 
 def _user_folder() -> Path:
@@ -279,39 +301,35 @@ def _user_folder() -> Path:
 
 def forget_tables() -> None:
     """Let them be read again, as they are on disk."""
-    _tables.cache_clear()
-    _tables_of_others.cache_clear()
+    _measured.cache_clear()
 
 
 @cache
-def _tables(tilings: Tilings, gpu: str, user: Path) -> _Measured:
-    """Of a GPU: ours, then the user's over them."""
-    found: _Measured = {}
-    for folder in (_OURS, user):
-        for path in _paths(tilings, folder):
-            _add(found, tilings._rows(path, gpu))
+def _measured(
+    tilings: Tilings, gpu: str, sms: int, user: Path | None
+) -> tuple[_TilingsBySize, _TilingsBySize]:
+    """Tilings of a GPU, the user's over ours, and ours of other GPUs with as many SMs.
+
+    Of several others, the last by name of the file counts: an H200's, rather than an H100's.
+    """
+    ours = _tables(tilings, _OURS)
+    users = [] if user is None else _tables(tilings, user)
+    own = _merge(table for table in [*ours, *users] if table.is_of(gpu, sms))
+    return own, _merge(table for table in ours if table.gpu != gpu and table.sms == sms)
+
+
+def _tables(tilings: Tilings, folder: Path) -> list[_Table]:
+    read = map(tilings._read, sorted(folder.glob(f"{tilings.name}_*.json")))
+    return [table for table in read if table]
+
+
+def _merge(tables: Iterable[_Table]) -> _TilingsBySize:
+    found: _TilingsBySize = {}
+    for table in tables:
+        for sizes, rows in table.rows.items():
+            known = {tokens: _tiling(row) for tokens, row in rows.items()}
+            found.setdefault(sizes, {}).update(known)
     return found
-
-
-@cache
-def _tables_of_others(tilings: Tilings, gpu: str, sms: int) -> _Measured:
-    """Ours of GPUs of other names that have so many SMs."""
-    found: _Measured = {}
-    for path in _paths(tilings, _OURS):
-        table = json.loads(path.read_text())
-        if table["gpu"] != gpu and table["sms"] == sms:
-            _add(found, tilings._rows(path, table["gpu"]))
-    return found
-
-
-def _paths(tilings: Tilings, folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{tilings.name}_*.json"))
-
-
-def _add(found: _Measured, rows: Mapping[tuple[int, ...], Mapping[int, Mapping[str, Any]]]) -> None:
-    for sizes, by_tokens in rows.items():
-        known = {tokens: _tiling(row) for tokens, row in by_tokens.items()}
-        found.setdefault(sizes, {}).update(known)
 
 
 def _nearest(measured: Mapping[int, Tiling], tokens: int) -> Tiling | None:

@@ -58,6 +58,7 @@ class Mxfp4GroupScaledTilings(W4a8Tilings):
     rows = (8, 16, 32, 48, 64, 96)
     pair_rows = (96,)
     gather_rows = (48, 64, 96)
+    rows_for_skew = 48
 
 
 @dataclass(frozen=True, kw_only=True)

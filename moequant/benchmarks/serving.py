@@ -68,13 +68,14 @@ _LOG_END = 2000
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_LOGGING_COLOR": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Of every process: in one process, with the log that says who runs the experts, and no network."""
-_LOGGED = re.compile(r"\bERROR\b.*\] (?:\w+\.)*(\w+(?:Error|Exception): .+)$", re.MULTILINE)
-"""An exception in the log of one of vLLM's workers, behind the place that logged it."""
+_LOGGED = re.compile(r"\bERROR [^\[]*\[[^\]]+:\d+\] (.*)")
+"""A line that vLLM logs as an error, with what follows its prefix."""
 _OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
 _VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
 """As vLLM 0.22.1 and 0.33.0 log them, such as "Using TRITON Fp8 MoE backend out of ..."."""
@@ -306,9 +307,24 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
 
 
 def _reason(error: str, log: str) -> str:
-    """An engine's error, with the first that its workers logged: vLLM says only that one failed."""
-    first = _LOGGED.search(log)
-    return error if first is None or first[1] in error else f"{error} First: {first[1]}"
+    """An engine's error, with what a worker raised: vLLM itself says only that one failed."""
+    raised = _raised_by_a_worker(log)
+    message = (raised or "").partition(": ")[2]
+    if raised is None or (message and message in error):
+        return error
+    return f"{error}; a worker raised {raised}"
+
+
+def _raised_by_a_worker(log: str) -> str | None:
+    """The first exception with a traceback in vLLM's log; of a chain, the first."""
+    traced = False
+    for found in filter(None, map(_LOGGED.search, log.splitlines())):
+        text = found[1]
+        if text.startswith("Traceback (most recent call last)"):
+            traced = True
+        elif traced and text and not text[0].isspace():
+            return text
+    return None
 
 
 def _figures(

@@ -116,7 +116,7 @@ def parse_activation_scales(value: object) -> str | float:
             f'{show(value)} is neither a number nor "{FROM_STATISTICS}" nor "{FROM_FILE}"'
         )
     try:
-        check_static_scale(float(value), "the number")
+        check_static_scale(float(value), None)
     except (StatisticsError, OverflowError) as error:
         raise ValueError(str(error)) from None
     return float(value)

@@ -49,10 +49,19 @@ def static_scale_of(format: Format, amax: float, name: str) -> Tensor:
     return scale
 
 
-def check_static_scale(scale: float, name: str) -> None:
-    """Check that engines can use a static scale; raises StatisticsError."""
+def check_static_scale(scale: float, name: str | None) -> None:
+    """Check that engines can use a static scale.
+
+    Args:
+        scale: of activations.
+        name: of the weight that multiplies these, for messages; None if all weights do.
+
+    Raises:
+        StatisticsError: it is out of range.
+    """
     if not LEAST_STATIC_SCALE <= scale <= LARGEST_STATIC_SCALE:
+        what = "the scale" if name is None else f"{name}: the static scale of its input"
         raise StatisticsError(
-            f"{name}: the static scale of its input is {scale:g}, but must be from "
+            f"{what} is {scale:g}, but must be from "
             f"{LEAST_STATIC_SCALE:g} to {LARGEST_STATIC_SCALE:g}; calibrate again, or correct it"
         )

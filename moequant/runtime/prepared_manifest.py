@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from moequant.errors import CheckpointError
-from moequant.formats import get_format
+from moequant.formats import STATIC_SCHEMES
 from moequant.runtime.activations import SCHEMES, ActivationsChoice
 from moequant.runtime.backends import TARGETS
 from moequant.storage.buffers import tensor_bytes
@@ -109,12 +109,8 @@ class PreparedLayer(_Strict):
 
     @property
     def has_input_scales(self) -> bool:
-        """Whether it has static scales of activations: if they are what it was prepared for.
-
-        Raises:
-            UnsupportedError: there is no such format.
-        """
-        return get_format(self.format).static_activations == self.activations
+        """Whether it has static scales of activations: if they are what it was prepared for."""
+        return self.activations in STATIC_SCHEMES
 
 
 class Manifest(_Strict):

@@ -56,8 +56,10 @@ class LLM:
         if "broken" in options["model"]:
             raise RuntimeError("Engine core initialization failed.\\nand more")
         if "worker" in options["model"]:
-            print("(Worker_TP1 pid=7) ERROR 11-26 14:20:11 [executor.py:870] torch.cuda."
-                  "OutOfMemoryError: no room", file=sys.stderr)
+            at = "(Worker_TP1 pid=7) ERROR 11-26 14:20:11 [multiproc_executor.py:870] "
+            for line in ("WorkerProc failed to start.", "Traceback (most recent call last):",
+                         "  File", "    raise b[0] KeyError: 1", "x.OutOfMemoryError: no room"):
+                print(at + line, file=sys.stderr)
             raise RuntimeError("A worker failed.")
         if "killed" in options["model"]:
             print("Fatal: out of shared memory", flush=True)
@@ -168,7 +170,7 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
     ("kind", "reason"),
     [
         ("broken", "RuntimeError: Engine core initialization failed."),
-        ("worker", "RuntimeError: A worker failed. First: OutOfMemoryError: no room"),
+        ("worker", "RuntimeError: A worker failed.; a worker raised x.OutOfMemoryError: no room"),
         ("killed", "it ended with exit code 9: Fatal: out of shared memory"),
         ("silent", "the plug-in was not used"),
         ("hanging", "it did not end within 8 s"),
@@ -187,6 +189,32 @@ def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, k
     assert reason in engine["error"]
     assert "log" in engine
     assert failures(document) == [f"vllm+moequant with {kind}"]
+
+
+_AT = "(Worker_TP0 pid=7) ERROR 11-26 14:20:11 [multiproc_executor.py:870] "
+_TRACEBACK = f"{_AT}WorkerProc failed.\n{_AT}Traceback (most recent call last):\n{_AT}  File\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "reason"),
+    [
+        ("", "it ended", "it ended"),
+        ("ERROR 11-26 14:20:11 [registry.py:1] ImportError: x", "it ended", "it ended"),
+        (
+            f"{_TRACEBACK}{_AT}AssertionError\n{_AT}\n{_AT}During handling\n{_AT}OSError: y",
+            "it ended",
+            "it ended; a worker raised AssertionError",
+        ),
+        (
+            f"{_TRACEBACK}{_AT}RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
+            "it ended",
+            "it ended; a worker raised RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
+        ),
+        (f"{_TRACEBACK}{_AT}a.b.Gone: no memory", "Worker: 'no memory'", "Worker: 'no memory'"),
+    ],
+)
+def test_what_a_worker_raised_is_part_of_the_reason(log, error, reason):
+    assert serving._reason(error, log) == reason
 
 
 def test_a_process_that_is_given_up_ends_with_those_it_started(models, tmp_path, monkeypatch):

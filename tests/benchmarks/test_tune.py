@@ -27,10 +27,10 @@ FAMILIES = {"fp8_block": Fp8BlockWeights.family, "w4a8": W4a8Weights.family}
 FAMILY = FAMILIES["fp8_block"]
 
 
-def problem(tokens, shape=SMALL):
+def problem(tokens, shape=SMALL, gpu=GPU):
     E, H, I, T = shape.experts, shape.hidden, shape.intermediate, shape.topk
     return TuningProblem(
-        gpu=GPU, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens
+        gpu=gpu, sms=132, experts=E, hidden=H, intermediate=I, topk=T, tokens=tokens
     )
 
 
@@ -75,9 +75,9 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(FakeLayer, "us", {})
     monkeypatch.setattr(FakeLayer, "skewed_us", {})
     monkeypatch.setattr(FakeLayer, "asked", [])
-    tables._tables.cache_clear()
+    tables.forget_tables()
     yield FakeLayer
-    tables._tables.cache_clear()
+    tables.forget_tables()
 
 
 def tune_fp8(shapes, tokens, **options):
@@ -193,13 +193,15 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(
     assert fake.asked == []
 
 
-def test_a_broken_table_of_the_users_is_tuned_again(fake):
+def test_a_broken_table_of_the_users_is_tuned_again_from_anothers(fake, tmp_path):
     path = FAMILY.write(problem(1), Tiling(rows=64), 5.0)
     path.write_text("{")
-    tables._tables.cache_clear()
+    tables.forget_tables()
+    ours = tmp_path / "ours" / "fp8_block_a.json"
+    FAMILY.write(problem(1, gpu="another"), Tiling(rows=32, split13=4), 5.0, ours)
     (cell,) = tune_fp8({"small": SMALL}, [1])["cells"]
-    assert Tiling(**cell["before"]["tiling"]) == FAMILY.default(problem(1))
-    assert FAMILY.choose(problem(1)) == FAMILY.default(problem(1))
+    assert Tiling(**cell["before"]["tiling"]) == Tiling(rows=32, split13=4)
+    assert FAMILY.choose(problem(1)) == Tiling(rows=32, split13=4)
 
 
 def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
