@@ -38,7 +38,7 @@ class Fp8BlockTilings(Tilings):
         # Halves fill SMs that have nothing, and the second of two rounds that is not full.
         return 2 if rows <= 16 and (rounds <= 0.5 or 1 < rounds < 2) else 1
 
-    def _gathers(self, rows: int, pair: bool) -> bool:
+    def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
         # Copies of tokens cost memory bandwidth, which is free where fewer rows wait for it.
         return pair
 

@@ -113,8 +113,8 @@ class Tilings(ABC):
         """CTAs along K for tiles of `rows`, of units that fill all SMs `rounds` times."""
 
     @abstractmethod
-    def _gathers(self, rows: int, pair: bool) -> bool:
-        """Whether the formula has the first GEMM gather."""
+    def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
+        """Whether the formula has the first GEMM gather tokens, each for `topk` experts."""
 
     def check(self, tiling: Tiling) -> Tiling:
         """`tiling`.
@@ -173,7 +173,7 @@ class Tilings(ABC):
             split13=self._split(rows, active * -(-problem.intermediate // 128) / problem.sms),
             split2=self._split(rows, active * -(-problem.hidden // 256) / problem.sms),
             pair=pair,
-            gather=self._gathers(rows, pair),
+            gather=self._gathers(rows, pair, problem.topk),
         )
 
     def candidates(self, problem: TuningProblem) -> list[Tiling]:

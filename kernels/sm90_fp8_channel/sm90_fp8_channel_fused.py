@@ -53,8 +53,8 @@ class Fp8ChannelTilings(Fp8BlockTilings):
     pair_rows = (96, 128, 192)
     gather_rows = (48, 64, 96, 128)
 
-    def _gathers(self, rows: int, pair: bool) -> bool:
-        # As W4A8 does with tiles of up to 64 rows, and FP8 blocks with pairs.
+    def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
+        # As W4A8 did with tiles of up to 64 rows, and FP8 blocks with pairs.
         return rows in (48, 64) or (pair and rows <= 128)
 
 

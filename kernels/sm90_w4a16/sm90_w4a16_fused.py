@@ -36,7 +36,7 @@ class W4a16Tilings(Tilings):
             return 1
         return 2 if rounds > 0.25 else 4
 
-    def _gathers(self, rows: int, pair: bool) -> bool:
+    def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
         return False  # a choice it does not have: it always does
 
 

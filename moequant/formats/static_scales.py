@@ -54,14 +54,16 @@ def check_static_scale(scale: float, name: str | None) -> None:
 
     Args:
         scale: of activations.
-        name: of the weight that multiplies these, for messages; None if all weights do.
+        name: of the weight that multiplies these, for messages; None if a user gave the scale for
+            all weights.
 
     Raises:
         StatisticsError: it is out of range.
     """
     if not LEAST_STATIC_SCALE <= scale <= LARGEST_STATIC_SCALE:
         what = "the scale" if name is None else f"{name}: the static scale of its input"
+        remedy = "give another" if name is None else "calibrate again, or correct it"
         raise StatisticsError(
-            f"{what} is {scale:g}, but must be from "
-            f"{LEAST_STATIC_SCALE:g} to {LARGEST_STATIC_SCALE:g}; calibrate again, or correct it"
+            f"{what} is {scale:g}, but must be from {LEAST_STATIC_SCALE:g} to "
+            f"{LARGEST_STATIC_SCALE:g}; {remedy}"
         )

@@ -109,7 +109,7 @@ class PreparedLayer(_Strict):
 
     @property
     def has_input_scales(self) -> bool:
-        """Whether it has static scales of activations: if they are what it was prepared for."""
+        """Whether the file has static scales of activations: what it was prepared for uses them."""
         return self.activations in STATIC_SCHEMES
 
 

@@ -310,7 +310,11 @@ def recipe(folder, *lines):
         ('activation_scales = "statistics"', None, "needs statistics: measure them"),
         ('activation_scales = "file"', None, "give the file with --activation-scales"),
         ('activation_scales = "some"', None, "'some' is neither a number nor \"stat"),
-        ("activation_scales = 0", None, "the number: the static scale .* is 0, but"),
+        (
+            "activation_scales = 0",
+            None,
+            "activation_scales: the scale is 0, but must be from .*; give another",
+        ),
         ("activation_scales = true", None, "True is neither a number nor"),
         ("activation_scales = 1.0", 1.0, "1.0 beside a recipe, whose rules say"),
     ],
@@ -485,7 +489,7 @@ def test_the_command_plans_converts_and_verifies(source, stats, tmp_path):
     assert checked.exit_code == 0, checked.output
     wrong = run(cli, ["convert", *args, "--activation-scales", "0"])
     assert wrong.exit_code == 6
-    assert "activation scales: the number: the static scale" in wrong.output
+    assert "activation scales: the scale" in wrong.output
 
 
 def test_no_such_file_is_refused(source, tmp_path):

@@ -32,6 +32,7 @@ def of_task(task, gpus, *, folder, cores):
     found = {
         **os.environ,
         **_ENGINES,
+        **dict(task.environment),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "PYTHONUNBUFFERED": "1",

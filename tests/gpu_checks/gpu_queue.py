@@ -78,7 +78,7 @@ class Queue:
         finally:
             self._keep_ended()
             for running in self._running:
-                running.process.end()
+                self._end_process(running)
                 self._keep(running.task, self._ended(running, INTERRUPTED))
 
     def _keep_ended(self):
@@ -87,10 +87,14 @@ class Queue:
             returncode = running.process.returncode()
             if returncode is None and not late:
                 continue
-            running.process.end()
+            self._end_process(running)
             self._running.remove(running)
             self._placement.give_back(running.task)
             self._keep(running.task, self._ended(running, TIMED_OUT if returncode is None else ""))
+
+    def _end_process(self, running):
+        if left := running.process.end():
+            self._say(f"{running.task.name}: processes {left} cannot be ended")
 
     def _ended(self, running, status):
         last, seconds = last_line(running.log), running.seconds()

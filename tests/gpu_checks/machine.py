@@ -58,11 +58,17 @@ def parse_gpus(text, visible):
         text: what it prints.
         visible: CUDA_VISIBLE_DEVICES: numbers as nvidia-smi has them, or beginnings of UUIDs; None
             for all.
+
+    Raises:
+        ValueError: a line is not one of a whole GPU.
     """
     found = []
     allowed = None if visible is None else [part.strip() for part in visible.split(",")]
     for line in text.strip().splitlines():
-        index, name, mebibytes, capability, uuid = (part.strip() for part in line.split(","))
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != 5 or not parts[2].isdecimal():
+            raise ValueError(f"nvidia-smi prints {line!r}, but should print {_QUERY}")
+        index, name, mebibytes, capability, uuid = parts
         if allowed is None or any(
             part == index or (part.startswith("GPU-") and uuid.startswith(part)) for part in allowed
         ):
@@ -71,11 +77,23 @@ def parse_gpus(text, visible):
 
 
 def this_machine():
-    """This machine; only GPUs in CUDA_VISIBLE_DEVICES, if that is set."""
-    text = ""
+    """This machine; only GPUs in CUDA_VISIBLE_DEVICES, if that is set.
+
+    Raises:
+        ValueError: nvidia-smi fails, or prints what it does not print on machines with whole GPUs.
+    """
+    text, visible = "", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and "MIG" in visible:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={visible}: MIG instances are not supported")
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        text = done.stdout if done.returncode == 0 else ""
-    gpus = parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Machine(gpus, tuple(sorted(os.sched_getaffinity(0))))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError("nvidia-smi does not answer within 60 s") from error
+        except subprocess.CalledProcessError as error:
+            raise ValueError(
+                f"nvidia-smi fails: {(error.stdout + error.stderr).strip()}"
+            ) from error
+        text = done.stdout
+    return Machine(parse_gpus(text, visible), tuple(sorted(os.sched_getaffinity(0))))

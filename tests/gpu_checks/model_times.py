@@ -23,41 +23,30 @@ def _load(format):
             prepare,
             f"{{python}} -m moequant bench load {path} --json > {{out}}/load.json",
         ),
-        estimate_s=35,
+        estimate_s=45,
         limit_s=200,
         needs=("sm90",),
         after=(task_of("layers"),),
     )
 
 
-def _serve(name, model, format, options, *, gpus=1, estimate_s=200, environment=""):
+def _serve(name, model, format, options, *, gpus=1, needs=("vllm",), **fields):
     return Task(
         name=f"serve-{name}",
-        commands=(
-            f"{environment}{SERVE} {path_of(model, format)} {options} "
-            "--output {out}/serve.json",
-        ),
-        estimate_s=estimate_s,
+        commands=(f"{SERVE} {path_of(model, format)} {options} --output {{out}}/serve.json",),
+        estimate_s=200,
         limit_s=900,
         gpus=gpus,
-        needs=("sm90", "vllm"),
+        needs=("sm90", *needs),
         after=(task_of(model),),
-    )  # fmt: skip
-
-
-def _generate(format):
-    """Transformers itself runs few of our formats; the two ways to decode with our experts."""
-    return Task(
-        name=f"generate-{format}",
-        commands=(
-            f"{SERVE} {path_of('qwen3-30b', format)} --engine moequant,moequant+compile "
-            "--output {out}/serve.json",
-        ),
-        estimate_s=150,
-        limit_s=900,
-        needs=("sm90", "transformers"),
-        after=(task_of("qwen3-30b"),),
+        **fields,
     )
+
+
+def _serve_alone(format):
+    """With our experts and no engine; transformers itself runs few of our formats."""
+    engines = "--engine moequant,moequant+compile"
+    return _serve(f"moequant-{format}", "qwen3-30b", format, engines, needs=("transformers",))
 
 
 _TWO = "--tensor-parallel 2"
@@ -72,7 +61,6 @@ _SERVED = [
         "qwen3-30b",
         "mxfp4",
         f"{_PLUG_IN} {_TRITON} --activations fp8_token",
-        estimate_s=90,
     ),
     _serve("gpt-oss", "gpt-oss", "mxfp4", f"{_BOTH} {_TRITON} --profile"),
     _serve("deepseek-v3", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA} --profile"),
@@ -87,9 +75,9 @@ _SERVED = [
         f"{_BOTH} {_MLA} {_DIVIDED}",
         gpus=2,
         # With DeepGEMM, vLLM 0.22.1 alone stops there: "pointer resides on host memory".
-        environment="VLLM_USE_DEEP_GEMM=0 ",
+        environment=(("VLLM_USE_DEEP_GEMM", "0"),),
     ),
-    *map(_generate, MODELS["qwen3-30b"].formats),
+    *map(_serve_alone, MODELS["qwen3-30b"].formats),
 ]
 
 

@@ -9,9 +9,9 @@ from math import inf
 class Placement:
     """Shares of GPUs that are taken.
 
-    Tasks are placed in the order in which they wait. One that does not fit holds the GPUs that are
-    expected to be free first, so that it gets them however many small tasks follow: these are
-    placed there only if they are expected to end before it can start.
+    Tasks are placed in the order in which they wait. The first that does not fit holds the GPUs
+    that are expected to be free first, so that it gets them however many small tasks follow: these
+    are placed there only if they are expected to end before it can start.
     """
 
     def __init__(self, gpus):
@@ -43,15 +43,14 @@ class Placement:
                 chosen = sorted(fitting, key=self._taken, reverse=True)[: task.gpus]
                 self.take(task, sorted(chosen), now)
                 yield task, sorted(chosen)
-            else:
-                self._hold(held, task, now)
+            elif not held:
+                held = self._hold(task, now)
 
-    def _hold(self, held, task, now):
-        soonest = sorted(self._running, key=lambda gpu: (gpu in held, self._free_at(gpu, now)))
-        soonest = soonest[: task.gpus]
+    def _hold(self, task, now):
+        """The GPUs that a task waits for, and when it is expected to start on them."""
+        soonest = sorted(self._running, key=lambda gpu: self._free_at(gpu, now))[: task.gpus]
         start = max(self._free_at(gpu, now) for gpu in soonest)
-        for gpu in soonest:
-            held.setdefault(gpu, start)
+        return dict.fromkeys(soonest, start)
 
     def _taken(self, gpu):
         return sum(share for share, _ in self._running[gpu].values())

@@ -45,15 +45,22 @@ class Process:
         """The script's, None while it runs."""
         return self._bash.poll()
 
-    def end(self):
-        """Kill what is left of the script and of all that it started."""
+    def end(self, within_s=30.0):
+        """Kill what is left of the script and of all that it started.
+
+        Returns:
+            Numbers of processes that are still there after that time: a driver may hold them.
+        """
         self._bash.kill()
-        while started := self._started():
+        until = time.monotonic() + within_s
+        while (started := self._started()) and time.monotonic() < until:
             for pid in started:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        self._bash.wait()
+        if not started:
+            self._bash.wait()
+        return started
 
     def _started(self):
         """Processes with the variable; those that have ended have none."""

@@ -34,8 +34,7 @@ from task import in_order, with_what_they_need
 
 TASKS = [*tests_on_gpus.TASKS, *layer_times.TASKS, *checkpoints.TASKS, *model_times.TASKS]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
-ROOM_GB = 160
-"""Of all checkpoints and the largest source."""
+ROOM_GB = sum(model.room_gb for model in checkpoints.MODELS.values())
 
 
 def parse(words):
@@ -141,8 +140,8 @@ def run(tasks, names, machine, given):
 def main(words, tasks=TASKS, machine=None):
     """See the head of this file; `tasks` and `machine` are others in tests."""
     parser, given = parse(words)
-    machine = machine or this_machine()
     try:
+        machine = machine or this_machine()
         names = selected(tasks, given.only or "*")
     except ValueError as error:
         parser.error(str(error))

@@ -25,6 +25,7 @@ class Task:
         after: tasks that must have passed.
         makes: what it leaves for others in {folder}.
         room_gb: space that it takes there.
+        environment: names and values of variables that others do not have.
         safe_path: whether Python leaves the folder of a script out of its path, so that `moequant`
             is the installed package. Tests whose scripts import what is beside them need False.
     """
@@ -39,6 +40,7 @@ class Task:
     after: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     room_gb: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
     safe_path: bool = True
 
     @property

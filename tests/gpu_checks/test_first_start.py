@@ -50,7 +50,7 @@ def test_three_starts_of_which_the_last_has_prepared_experts(started, monkeypatc
     assert list(document) == ["first", "second", "prepared"]
     for times in document.values():
         assert set(times) == {
-            "ready_s", "first_answer_s", "second_answer_s", "another_length_answer_s"
+            "ready_s", "first_answer_s", "cached_answer_s", "another_length_answer_s"
         }  # fmt: skip
 
 

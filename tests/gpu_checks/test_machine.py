@@ -5,7 +5,7 @@ import sys
 import needs
 import pytest
 from environment import of_task, script_of
-from machine import Gpu, Machine, parse_gpus
+from machine import Gpu, Machine, parse_gpus, this_machine
 
 PRINTED = """0, NVIDIA H100 80GB HBM3, 81559, 9.0, GPU-167607f5-d604
 1, NVIDIA H200, 143771, 9.0, GPU-4337c15c-5157
@@ -19,6 +19,25 @@ def test_gpus_are_those_of_nvidia_smi_that_are_visible():
     assert (found.name, found.capability, round(found.memory_gb)) == ("NVIDIA H200", "9.0", 151)
     assert [gpu.index for gpu in parse_gpus(PRINTED, "2,GPU-167607f5")] == [0, 2]
     assert parse_gpus(PRINTED, "") == parse_gpus("", None) == ()
+
+
+@pytest.mark.parametrize("text", ["No devices were found", PRINTED.replace("81559", "[N/A]")])
+def test_other_words_of_nvidia_smi_are_quoted(text):
+    with pytest.raises(ValueError, match="nvidia-smi prints"):
+        parse_gpus(text, None)
+
+
+def test_a_machine_whose_gpus_cannot_be_listed_is_told_so(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match="nvidia-smi fails: no driver"):
+        this_machine()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    with pytest.raises(ValueError, match="MIG instances are not supported"):
+        this_machine()
 
 
 def test_large_layers_run_in_two_processes_on_80_gb_and_in_three_on_141():

@@ -35,6 +35,15 @@ def test_a_task_that_waits_for_a_gpu_does_not_stop_those_on_others(tiny):
     assert choose(placement, [wide, tiny("small", beside=2, estimate_s=50)]) == [("small", [0])]
 
 
+def test_only_the_first_task_that_waits_holds_gpus(tiny):
+    placement = Placement([0, 1, 2, 3])
+    choose(placement, [tiny("x", beside=2, estimate_s=100), tiny("y", gpus=2, estimate_s=20)])
+    wide = [tiny("wide", gpus=2, estimate_s=50), tiny("as wide", gpus=2, estimate_s=50)]
+    choose(placement, [tiny("z", estimate_s=20)])
+    # The first has GPUs 1 and 2 in 20 seconds, and the other none: there is room beside x.
+    assert choose(placement, [*wide, tiny("small", beside=2, estimate_s=90)]) == [("small", [0])]
+
+
 def test_small_tasks_go_together(tiny):
     placement = Placement([0, 1])
     choose(placement, [tiny("x"), tiny("a", beside=2)])

@@ -60,7 +60,8 @@ def of_ours(lines):
 
 def test_every_command_of_ours_parses(lines):
     found = list(of_ours(lines))
-    assert len(found) > 30
+    served = {task.name for task in run.TASKS if task.name.startswith(("serve-", "load-"))}
+    assert served <= {task.name for task, _ in found}
     for _, params in found:
         assert set(params.get("engine", ())) <= ENGINES.keys()
         if "shape" in params and "backend" in params:
