@@ -87,8 +87,8 @@ def measured(tiny, source, ids, folder, settings):
     [
         ("qwen3_moe", {}),
         ("qwen3_moe", {"hessian": True}),
-        ("qwen3_moe", {"batch_tokens": 512}),
-        ("qwen3_moe", {"dtype": "bfloat16"}),
+        pytest.param("qwen3_moe", {"batch_tokens": 512}, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", {"dtype": "bfloat16"}, marks=pytest.mark.full),
         ("deepseek_v3", {}),
         ("gpt_oss", {}),
     ],

@@ -195,7 +195,7 @@ def test_experts_at_multiples_of_rows_and_ids_of_another_rank(scheme, topk):
     check(x, scheme, ids, 4, alignment=16, gathered=topk is not None, expert_map=here)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_static", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["nvfp4_static", pytest.param("mxfp4", marks=pytest.mark.full)])
 def test_experts_of_many_rows_and_of_none_have_tiles_of_their_own(scheme):
     """Expert 0 has 130 rows and two tiles, 1 none and no tile, 2 exactly 128, 3 one row."""
     ids = torch.tensor([0] * 130 + [2] * 128 + [3])[:, None]

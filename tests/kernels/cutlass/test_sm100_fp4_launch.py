@@ -274,7 +274,11 @@ def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, sizes,
 
 @pytest.mark.parametrize(
     ("variant", "static"),
-    [(NVFP4, False), (NVFP4, True), (MXFP4, False)],
+    [
+        pytest.param(NVFP4, False, marks=pytest.mark.full),
+        (NVFP4, True),
+        (MXFP4, False),
+    ],
     ids=["nvfp4", "nvfp4_static", "mxfp4"],
 )
 def test_it_multiplies_what_the_quantizer_writes(variant, static, launches):
@@ -391,16 +395,25 @@ def check(got, want):
     assert (got == want).float().mean() > 0.9
 
 
-every_layer = pytest.mark.parametrize(
-    ("variant", "act", "given"),
-    [
-        (NVFP4, SILU, ()),
-        (NVFP4, SILU, ("w13_input_scale", "w2_input_scale", "w13_bias", "w2_bias")),
-        (MXFP4, SWIGLUOAI, ("w13_bias",)),
-        (MXFP4, RELU2, ()),
-    ],
-    ids=["nvfp4", "nvfp4_static_bias", "mxfp4_bias", "mxfp4_no_gate"],
-)
+LAYERS = {
+    "nvfp4": (NVFP4, SILU, ()),
+    "nvfp4_static_bias": (
+        NVFP4, SILU, ("w13_input_scale", "w2_input_scale", "w13_bias", "w2_bias")
+    ),
+    "mxfp4_bias": (MXFP4, SWIGLUOAI, ("w13_bias",)),
+    "mxfp4_no_gate": (MXFP4, RELU2, ()),
+}  # fmt: skip
+
+
+def each_layer(*, full=()):
+    """Those called `full` in make test-full alone."""
+    params = [
+        pytest.param(*layer, id=name, marks=pytest.mark.full if name in full else ())
+        for name, layer in LAYERS.items()
+    ]
+    return pytest.mark.parametrize(("variant", "act", "given"), params)
+
+
 on_cpu = pytest.mark.skipif(not INTERPRETED, reason="the model reads memory of the CPU")
 
 
@@ -410,7 +423,7 @@ def no_stream(monkeypatch):
 
 
 @on_cpu
-@every_layer
+@each_layer()
 def test_a_layer_is_its_experts_weighted(variant, act, given, launches, no_stream):
     M, T, experts, H, I = 5, 2, 3, 96, 160
     tensors = layer_of(variant, act, given, experts, H, I)
@@ -431,7 +444,7 @@ def test_a_layer_is_its_experts_weighted(variant, act, given, launches, no_strea
 
 
 @on_cpu
-@every_layer
+@each_layer(full=("nvfp4", "mxfp4_no_gate"))
 def test_batches_are_the_rows_of_their_experts(variant, act, given, launches, no_stream):
     experts, capacity, H, I = 4, 131, 96, 160
     tensors = layer_of(variant, act, given, experts, H, I)

@@ -182,7 +182,7 @@ def test_batches_too(sm100_library, act_fn, biases):
     assert [kind for kind, *_ in model.calls] == ["masked", "masked"]
 
 
-@pytest.mark.parametrize("alignment", [16, 32, 224])
+@pytest.mark.parametrize("alignment", [16, pytest.param(32, marks=pytest.mark.full), 224])
 def test_rows_go_by_the_alignment_that_is_set(sm100_library, alignment):
     sm100_library(alignment)
     weights, call = weights_of(), call_of(tokens=40)
