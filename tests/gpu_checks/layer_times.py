@@ -17,6 +17,7 @@ _WAYS = {
     "mxfp4_fp8": "--format mxfp4 --activations fp8_token",
     "nvfp4": "--format nvfp4",
 }
+_TUNED_TOKENS = "1,8,32,128,512,2048,8192"
 _HUMMING = ("w4a8", "mxfp4", "mxfp4_fp8", "nvfp4")
 """What benchmarks/humming.py times."""
 
@@ -48,8 +49,25 @@ def _beside_humming(name):
     )
 
 
+def _tune(name):
+    """A table of tilings for this GPU, to be put into kernels/sm90/tunings."""
+    return Task(
+        name=f"tune-{name}",
+        commands=(
+            f"{{python}} -m moequant tune --shape {_IN_128 if name == 'w4a8' else 'all'} "
+            f"{_WAYS[name]} --tokens {_TUNED_TOKENS} --output {{out}}/table.json --json "
+            "> {out}/tune.json",
+        ),
+        estimate_s=600,
+        limit_s=1800,
+        needs=("sm90",),
+        by_name=True,
+    )
+
+
 TASKS = [
     *map(_experts, _WAYS),
+    *map(_tune, _WAYS),
     *map(_beside_humming, _HUMMING),
     Task(
         name="experts-cutlass_fp8",

@@ -52,7 +52,13 @@ def parse(words):
 
 
 def selected(tasks, patterns):
-    """Names of tasks; ValueError for a pattern that no name matches."""
+    """Names of tasks; without patterns those that need not be named.
+
+    Raises:
+        ValueError: no name matches a pattern.
+    """
+    if patterns is None:
+        return [task.name for task in tasks if not task.by_name]
     names = [task.name for task in tasks]
     found = {p: [name for name in names if fnmatch(name, p)] for p in patterns.split(",")}
     if unknown := [pattern for pattern, matches in found.items() if not matches]:
@@ -142,7 +148,7 @@ def main(words, tasks=TASKS, machine=None):
     parser, given = parse(words)
     try:
         machine = machine or this_machine()
-        names = selected(tasks, given.only or "*")
+        names = selected(tasks, given.only)
     except ValueError as error:
         parser.error(str(error))
     if given.list:

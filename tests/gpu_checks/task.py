@@ -26,6 +26,7 @@ class Task:
         makes: what it leaves for others in {folder}.
         room_gb: space that it takes there.
         environment: names and values of variables that others do not have.
+        by_name: whether it is run only if --only names it.
         safe_path: whether Python leaves the folder of a script out of its path, so that `moequant`
             is the installed package. Tests whose scripts import what is beside them need False.
     """
@@ -41,6 +42,7 @@ class Task:
     makes: tuple[str, ...] = ()
     room_gb: int = 0
     environment: tuple[tuple[str, str], ...] = ()
+    by_name: bool = False
     safe_path: bool = True
 
     @property

@@ -169,6 +169,16 @@ def test_only_those_named_run_with_what_they_need(run, tiny):
     assert set(run(tasks, "--only", "x-*")[1]) == {"x-1", "x-2", "y"}
 
 
+def test_some_run_only_if_they_are_named(run, tiny):
+    tasks = [
+        tiny("a"),
+        tiny("b", by_name=True),
+        tiny("c", "test $X = 1", environment=(("X", "1"),)),
+    ]
+    assert statuses(run(tasks)[1]) == {"a": "passed", "c": "passed"}
+    assert statuses(run(tasks, "--only", "*")[1]) == dict.fromkeys("abc", "passed")
+
+
 def test_a_name_of_no_task_is_an_error(run, tiny, capsys):
     with pytest.raises(SystemExit) as error:
         run([tiny("a")], "--only", "a,b-*")

@@ -65,13 +65,14 @@ def test_every_command_of_ours_parses(lines):
     for _, params in found:
         assert set(params.get("engine", ())) <= ENGINES.keys()
         if "shape" in params and "backend" in params:
-            assert params["format"] in CONVERTIBLE
+            formats = params["format"]  # of bench one, of tune several
+            assert {*([formats] if isinstance(formats, str) else formats)} <= {*CONVERTIBLE}
             assert parse_shapes(params["shape"])
 
 
 def test_every_result_is_in_the_folder_of_its_task(lines, tmp_path):
     for task, words in lines:
-        if words[1:3] == ["-m", "moequant"] and words[3] in ("bench", "selftest"):
+        if words[1:3] == ["-m", "moequant"] and words[3] in ("bench", "selftest", "tune"):
             place = max(words.index(flag) for flag in (">", "--output") if flag in words)
             assert words[place + 1].startswith(str(tmp_path / "out")), task.name
 
