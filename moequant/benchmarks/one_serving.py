@@ -112,13 +112,18 @@ def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> d
 
 
 def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds: int) -> float:
-    """Seconds of a decoding step: what `steps` more tokens take, by the least of `rounds` each."""
-    engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
+    """Seconds of a decoding step: what `steps` more tokens take, by the least of `rounds` each.
 
-    short, long = (
-        _least_s(engine, prompts, batch, PROMPT_TOKENS, new_tokens=new_tokens, rounds=rounds)
-        for new_tokens in (FIRST_TOKENS, FIRST_TOKENS + steps)
-    )
+    Calls of fewer and of more tokens take turns: a machine that is busy for a while slows both.
+    """
+    engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
+    times: dict[int, list[float]] = {FIRST_TOKENS: [], FIRST_TOKENS + steps: []}
+    for _ in range(1 + rounds):
+        for new_tokens, found in times.items():
+            ids = prompts.draw(batch, PROMPT_TOKENS)
+            found.append(_seconds(partial(engine.generate, ids, new_tokens)))
+    # Without the first, which compile and capture.
+    short, long = (min(found[1:]) for found in times.values())
     if long <= short:
         raise MoequantError(
             f"at batch {batch}, {steps} more tokens took {long - short:.4f} s; raise --steps or "

@@ -25,7 +25,7 @@ from moequant.conversion import convert
 from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 
 SMALL = {
-    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 16,
+    "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 64,
     "rounds": 3, "device": "cpu",
 }  # fmt: skip
 """With fewer steps or rounds, a busy machine may take longer for the fewer tokens of two runs."""
