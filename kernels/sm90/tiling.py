@@ -15,7 +15,7 @@ user's in MOEQUANT_CACHE_DIR/tunings (default ~/.cache/moequant/tunings), and th
 `format` and `kernel` are name and version of the family that was measured: a table of another one
 is passed over. `time_us` is for people. A call takes the tiling of the measured number of tokens
 that is nearest by ratio, if at most NEAR apart; else, by the same rule, that of our table of
-another GPU with as many SMs; else the formula's.
+another GPU with the same number of SMs; else the formula's.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Tilings(ABC):
         return tiling
 
     def choose(self, problem: TuningProblem, *, of_user: bool = True) -> Tiling:
-        """The measured tiling, else that of another GPU with as many SMs, else the formula's.
+        """The measured tiling, else that of a GPU with the same number of SMs, else the formula's.
 
         Args:
             problem: what for.
@@ -214,8 +214,9 @@ class Tilings(ABC):
         path = path or self.user_table(problem.gpu)
         shapes: _RowsBySize = {}
         with suppress(MoequantError):
-            if path.exists() and (table := self._read(path)):
-                shapes = table.rows if table.is_of(problem.gpu, problem.sms) else {}
+            table = self._read(path) if path.exists() else None
+            if table and table.is_of(problem.gpu, problem.sms):
+                shapes = table.rows
         row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
         shapes.setdefault(problem.sizes, {})[problem.tokens] = row
         document = {
@@ -308,7 +309,7 @@ def forget_tables() -> None:
 def _measured(
     tilings: Tilings, gpu: str, sms: int, user: Path | None
 ) -> tuple[_TilingsBySize, _TilingsBySize]:
-    """Tilings of a GPU, the user's over ours, and ours of other GPUs with as many SMs.
+    """Tilings of a GPU, the user's over ours, and ours of others with the same number of SMs.
 
     Of several others, the last by name of the file counts: an H200's, rather than an H100's.
     """

@@ -26,16 +26,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _SECONDS = 240
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
+    **json.loads((HERE / "offline.json").read_text()),
 }
-"""For a machine without network, and without FlashInfer."""
+"""In one process, on a machine without network and without FlashInfer."""
 # vLLM runs the format with static scales of activations alone. FP8 rounds numbers of 2**-6 to 448
 # alike, so one scale does for all inputs.
 _STATIC = {"fp8_tensor": 1.0}

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_ENGINES = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+_ENGINES = json.loads((CHECKOUT / "tests" / "engines" / "offline.json").read_text())
 """For engines on a machine without network and without FlashInfer."""
 
 

@@ -50,7 +50,7 @@ def _serve_alone(format):
 
 
 _TWO = "--tensor-parallel 2"
-_DIVIDED = "--tensor-parallel 2 --expert-parallel"
+_DIVIDED = f"{_TWO} --expert-parallel"
 _SERVED = [
     *(
         _serve(f"qwen3-30b-{format}", "qwen3-30b", format, f"{_BOTH} {_TRITON}")
