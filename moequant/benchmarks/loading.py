@@ -1,6 +1,6 @@
 """Time `load_experts` of all layers of a checkpoint, beside a plain read of the same bytes.
 
-The plain read moves those bytes in pieces of 8 MiB: each of a few threads fills a pinned buffer of
+The plain read moves those bytes in pieces of 16 MiB: each of a few threads fills a pinned buffer of
 its own and copies it to the device, where nothing is kept. It is timed with 1, 2, 4, 8 and 16
 threads, and the fastest counts. Both find the files in the page cache, where a first, untimed load
 put them.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moequant.runtime.activations import ActivationsChoice
     from moequant.storage.reader import FixedFile
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 16 << 20
 _THREADS = (1, 2, 4, 8, 16)
 
 

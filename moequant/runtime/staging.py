@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from moequant.storage.reader import FixedFile
 
-SLOT_BYTES = 8 << 20
-SLOTS = 16
-THREADS = 8
-"""Half of the slots are filled while the others are copied or wait."""
+SLOT_BYTES = 16 << 20
+SLOTS = 24
+THREADS = 16
+"""Measured: docs/layouts.md, "Loading". The other slots are copied or wait."""
 _GAP_BYTES = 1 << 16
 """Gaps up to this size between two tensors are read instead of skipped."""
 

@@ -118,7 +118,8 @@ def test_reads_are_asked_for_a_few_slots_ahead_only(file):
 
 def test_files_are_read_by_several_threads(staging, file, monkeypatch):
     # As many as are on their way at once: fewer would let one wait for reads that wait for it.
-    together = threading.Barrier(len(staging._slots) or THREADS)
+    count = len(staging._slots) or THREADS
+    together = threading.Barrier(count)
     read_into = FixedFile.read_into
 
     def wait(self, start, buffer):
@@ -126,7 +127,8 @@ def test_files_are_read_by_several_threads(staging, file, monkeypatch):
         read_into(self, start, buffer)
 
     monkeypatch.setattr(FixedFile, "read_into", wait)
-    for read in staging.stream([read_of(file, start, 32) for start in range(0, 768, 32)]):
+    # Two fill a slot.
+    for read in staging.stream([read_of(file, 32 * i % 768, 32) for i in range(4 * count)]):
         assert read.target.tolist() != [255] * 32
 
 
