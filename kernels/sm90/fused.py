@@ -23,7 +23,7 @@ from torch import Tensor
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
-from moequant.kernels.calls import part_tokens, run_in_parts
+from moequant.kernels.calls import part_sizes, part_tokens, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
 from moequant.kernels.launch import Relaunch, stream_of
 from moequant.kernels.portable.portable_grouped_gemm import Rows
@@ -88,7 +88,7 @@ class Sm90Weights(ABC):
     tensor_scale: bool = False
     _plans: KeptPlans[Sm90Plan] = field(default_factory=KeptPlans, init=False, repr=False)
     _tilings: dict[tuple[int, int], Tiling] = field(default_factory=dict, init=False, repr=False)
-    _workspace_bytes: dict[tuple[int, int], int] = field(
+    _workspace_bytes: dict[tuple[int, int, Tiling | None], int] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -228,17 +228,20 @@ class Sm90Weights(ABC):
         return Sm90Plan(self, tokens, topk, tiling=tiling, workspace=workspace)
 
     def workspace_bytes(self, tokens: int, topk: int, tiling: Tiling | None = None) -> int:
-        """Scratch memory of a call of [tokens, topk] pairs, by default with its own tiling."""
+        """Scratch memory of a call of [tokens, topk] pairs, by default with its own tilings."""
         if tokens * topk == 0:
             return 0
-        if tiling is None:
-            known = self._workspace_bytes
-            if (tokens, topk) not in known:
-                own = self.tiling(part_tokens(tokens, topk), topk)
-                known[tokens, topk] = self.workspace_bytes(tokens, topk, own)
-            return known[tokens, topk]
+        known = self._workspace_bytes
+        if (tokens, topk, tiling) not in known:
+            known[tokens, topk, tiling] = max(
+                self._part_bytes(part, topk, tiling or self.tiling(part, topk))
+                for part in part_sizes(tokens, topk)
+            )
+        return known[tokens, topk, tiling]
+
+    def _part_bytes(self, tokens: int, topk: int, tiling: Tiling) -> int:
         arena = WorkspaceArena()
-        Buffers.carve(self, part_tokens(tokens, topk), topk, tiling, arena)
+        Buffers.carve(self, tokens, topk, tiling, arena)
         return arena.size_bytes
 
     def kernels_for(self, tokens: int, topk: int) -> tuple[object, ...]:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
-from moequant.runtime.call import MAX_TOKENS, max_tokens_of, parts_of, run_experts
+from moequant.runtime.call import (
+    MAX_TOKENS,
+    call_workspace_bytes,
+    max_tokens_of,
+    parts_of,
+    run_experts,
+)
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
@@ -256,7 +262,7 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return self.packed().workspace_bytes(self.part_tokens(tokens, topk), topk)
+        return call_workspace_bytes(self.packed(), tokens, topk, self.max_tokens)
 
     def run(
         self,

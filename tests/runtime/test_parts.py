@@ -31,6 +31,27 @@ def test_parts_are_as_equal_as_can_be(layers, monkeypatch):
     assert seen == [5, 4, 4]
 
 
+def test_the_workspace_is_large_enough_for_every_part(layers, monkeypatch):
+    """Of a part that is a token smaller, the tiling may be another, which needs more."""
+    need = {5: 100, 4: 300, 3: 200}
+    given = []
+
+    def counted(self, hidden_states, *args, workspace, **options):
+        assert workspace.nbytes >= need[hidden_states.shape[0]]
+        given.append(workspace.nbytes)
+
+    monkeypatch.setattr(ReferenceExperts, "run", counted)
+    monkeypatch.setattr(ReferenceExperts, "workspace_bytes", lambda self, tokens, topk: need[tokens])
+    layer = layers.make(M=13)
+    module = FusedExperts(layer.weights, max_tokens=5)
+    assert module.workspace_bytes(13, 2) == 300
+    assert module.workspace_bytes(10, 2) == 100
+    module(*layer.call, workspace=torch.empty(300, dtype=torch.uint8))
+    assert given == [300, 300, 300]
+    with pytest.raises(UnsupportedError, match="300"):
+        module(*layer.call, workspace=torch.empty(299, dtype=torch.uint8))
+
+
 def test_no_tokens_are_one_part(layers):
     layer = layers.make(M=0)
     assert FusedExperts(layer.weights, max_tokens=1)(*layer.call).shape == (0, 256)

@@ -48,17 +48,21 @@ class PlannedExperts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """As for float32 hidden states, which take most."""
-        from moequant.kernels.arena import WorkspaceArena
-        from moequant.kernels.calls import part_tokens
+        from moequant.kernels.calls import part_sizes
 
         if tokens * topk == 0:
             return 0
-        size, known = (part_tokens(tokens, topk), topk), self._workspace_bytes
-        if size not in known:
+        return max(self._part_bytes(part, topk) for part in part_sizes(tokens, topk))
+
+    def _part_bytes(self, tokens: int, topk: int) -> int:
+        from moequant.kernels.arena import WorkspaceArena
+
+        known = self._workspace_bytes
+        if (tokens, topk) not in known:
             arena = WorkspaceArena()
-            self.plan(*size, arena, torch.float32)
-            known[size] = arena.size_bytes
-        return known[size]
+            self.plan(tokens, topk, arena, torch.float32)
+            known[tokens, topk] = arena.size_bytes
+        return known[tokens, topk]
 
     def run(
         self,

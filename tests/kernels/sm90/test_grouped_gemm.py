@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from moequant.act_fn import SILU
 from moequant.errors import MoequantError
+from moequant.kernels import calls
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.cuda_driver import TensorMap
 from moequant.kernels.fp8_block import sm90_fp8_fused
@@ -272,6 +273,25 @@ def test_the_kernels_of_a_call_are_known_before_it(weights_of, launches, monkeyp
         assert weights.gemm_configs(M, 4) == [config for config, *_ in launches]
         assert [config.bias for config in weights.gemm_configs(M, 4)] == [False, True]
     assert weights.gemm_configs(0, 4) == []
+
+
+@every_family
+def test_a_workspace_holds_every_part_of_a_call(weights_of, monkeypatch):
+    """A last part of few tokens may have tiles, and so buffers, that the first does not."""
+    gpu = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(calls, "MAX_PAIRS", 4096)
+    weights, T = weights_of(128, 384, 256), 8
+    own = Tiling(rows=64, gather=True), Tiling(rows=64)
+    if not weights.family.gather_rows:
+        own = Tiling(rows=8, split13=4), Tiling(rows=64)
+    monkeypatch.setattr(type(weights), "tiling", lambda self, tokens, topk: own[tokens < 512])
+    for tokens in (1, 511, 512, 1023, 1024, 1030):
+        workspace = torch.empty(weights.workspace_bytes(tokens, T), dtype=torch.uint8)
+        for part in (512, tokens % 512) if tokens > 512 else (tokens,):
+            if part:
+                tiling = weights.tiling(part, T)
+                Buffers.carve(weights, part, T, tiling, WorkspaceArena(workspace))
 
 
 @pytest.fixture
