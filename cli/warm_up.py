@@ -59,7 +59,7 @@ def command(
 ) -> None:
     """Compile the kernels that the experts of CONVERTED need, and cache them on disk.
 
-    Layers of equal sizes and format share kernels: one layer of each kind is loaded.
+    Layers of equal format and activation function share kernels: one layer of each kind is loaded.
     """
     from moequant.runtime.warm_up import warm_up_checkpoint
 
@@ -79,7 +79,12 @@ def command(
         "max_tokens": max_tokens,
         "mode": mode,
         "layers": [
-            {"format": kind.format, "backend": kind.backend, "kernel_sets": kind.tokens}
+            {
+                "format": kind.format,
+                "act_fn": kind.act_fn,
+                "backend": kind.backend,
+                "kernel_sets": kind.tokens,
+            }
             for kind in warmed
         ],
     }
@@ -93,6 +98,6 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         tokens = ", ".join(map(str, kind["kernel_sets"]))
         done = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"
         out.line(
-            f"{kind['format']} by {kind['backend']}: "
+            f"{kind['format']} with {kind['act_fn']} by {kind['backend']}: "
             f"{done if kind['kernel_sets'] else 'nothing to compile'}"
         )

@@ -1,28 +1,20 @@
-"""Compile CUDA C++ at run time, keep cubins, and launch them, through libnvrtc and libcuda alone.
+"""Compile CUDA C++ at run time and launch it, through libnvrtc and libcuda alone.
 
-No toolkit and no extension build: torch's own wheels bring libnvrtc, the driver libcuda. Cubins are
-cached on disk under MOEQUANT_CACHE_DIR, by default ~/.cache/moequant.
+No toolkit and no extension build: torch's own wheels bring libnvrtc, the driver libcuda.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moequant.errors import MoequantError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from moequant.kernels.cubin_cache import cached_cubin
 
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--extra-device-vectorization")
 _MAX_DYNAMIC_SHARED = 8
@@ -84,8 +76,20 @@ def why_no_compiler() -> str | None:
 
 
 def _check(result: int, what: str) -> None:
-    if result != 0:
-        raise MoequantError(f"{what} failed with code {result}")
+    """Check what a function of the driver returned.
+
+    Raises:
+        MoequantError: it is an error; perhaps that of a kernel before.
+    """
+    if result == 0:
+        return
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(result, ctypes.byref(name))
+    text = name.value.decode() if name.value else "an unknown error"
+    raise MoequantError(
+        f"the CUDA driver's {what} returns {text} ({result}), which may be the error of a kernel "
+        "before it: run again with CUDA_LAUNCH_BLOCKING=1, and open an issue with what it says"
+    )
 
 
 def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
@@ -102,29 +106,14 @@ def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
     return cached_cubin(key, lambda: _compile(lib, source, options))
 
 
-def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:
-    """The cubin of `key` from the disk cache; if it is not there, what `compile` makes, kept.
-
-    Args:
-        key: all that the cubin depends on, the compiler's version included.
-        compile: makes it.
-    """
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    default = Path.home() / ".cache" / "moequant"
-    path = Path(os.environ.get("MOEQUANT_CACHE_DIR", default)) / f"{name}.cubin"
-    with suppress(OSError):
-        return path.read_bytes()
-    cubin = compile()
-    _store(path, cubin)
-    return cubin
-
-
 def _compile(lib: ctypes.CDLL, source: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     text = source.encode()
-    _check(
-        lib.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None), "nvrtc"
-    )
+    if code := lib.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None):
+        raise MoequantError(
+            f"the compiler NVRTC of CUDA {torch.version.cuda} does not start (code {code}: "
+            "1 is too little memory); free some, or open an issue"
+        )
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     size = ctypes.c_size_t()
     try:
@@ -143,15 +132,6 @@ def _compile(lib: ctypes.CDLL, source: str, options: list[str]) -> bytes:
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
     return cubin.raw
-
-
-def _store(path: Path, cubin: bytes) -> None:
-    # A cache: where it cannot be written, the next process compiles again.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
-            partial.write(cubin)
-        Path(partial.name).replace(path)
 
 
 def _cluster_attribute(blocks: int) -> _Attribute:

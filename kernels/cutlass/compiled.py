@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moequant.kernels.cuda_driver import Kernel, cached_cubin
+from moequant.kernels.cubin_cache import cached_cubin
+from moequant.kernels.cuda_driver import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from moequant.runtime.load import load_experts, open_reader
 from moequant.runtime.routing import ID_DTYPES, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
     from pathlib import Path
 
     from moequant.progress import Progress
@@ -134,9 +134,10 @@ def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """One kind of layer: its format, the backend that runs it, and the M that were run."""
+    """One kind of layer: its format and function, the backend that runs it, and the M run."""
 
     format: str
+    act_fn: str
     backend: str
     tokens: list[int]
 
@@ -154,7 +155,8 @@ def warm_up_checkpoint(
     """Compile what calls of 1 to `max_tokens` tokens of a converted checkpoint's layers run.
 
     Args:
-        converted: as `load_experts` takes it; one layer of each format is loaded.
+        converted: as `load_experts` takes it; one layer of each kind is loaded: of each format,
+            activation function and scheme of activations.
         max_tokens: the largest M.
         mode: which M, see `tokens_of`; "skip" reads the checkpoint's config and loads no layer.
         device: where the experts will run.
@@ -163,7 +165,7 @@ def warm_up_checkpoint(
         progress: receives the progress, one step per set of kernels.
 
     Returns:
-        What was run for each format; nothing with "skip".
+        What was run for each kind; nothing with "skip".
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
@@ -179,17 +181,19 @@ def warm_up_checkpoint(
             checkpoint.moe.top_k,
             progress,
         )
-        for layer in _one_of_each_format(checkpoint)
+        for layer in _one_of_each_kind(checkpoint)
         if tokens
     ]
 
 
-def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
-    """The first layer of each format; all have the same sizes."""
-    layers: dict[str | None, int] = {}
+def _one_of_each_kind(checkpoint: ConvertedCheckpoint) -> list[int]:
+    """The first layer of each format, activation function and scheme; all have the same sizes."""
+    layers: dict[Hashable, int] = {}
     for layer in checkpoint.expert_layers():
-        layers.setdefault(checkpoint.format_of_experts(layer), layer)
-    layers.pop(None, None)  # layers that were kept
+        if (format := checkpoint.format_of_experts(layer)) is None:  # kept
+            continue
+        scheme = checkpoint.activations_of_experts(layer)
+        layers.setdefault((format, checkpoint.moe.act_fn_of(layer), scheme), layer)
     if not layers:
         raise UnsupportedError(
             f"{checkpoint.checkpoint.path}: by config.json no layer's experts are converted; "
@@ -201,8 +205,10 @@ def _one_of_each_format(checkpoint: ConvertedCheckpoint) -> list[int]:
 def _warm_up_layer(
     experts: FusedExperts, tokens: list[int], topk: int, progress: Progress | None
 ) -> Warmed:
+    workload = experts.packed().workload
     return Warmed(
-        format=experts.packed().workload.format,
+        format=workload.format,
+        act_fn=workload.act_fn.name,
         backend=experts.chosen_backend(),
         tokens=warm_up(experts, tokens, topk, progress=progress),
     )

@@ -27,10 +27,15 @@ def test_the_reference_compiles_nothing_and_says_so(run, converted):
     result = run("warm-up", converted, "--device", "cpu", "--json")
     assert result.exit_code == 0
     assert result.document["layers"] == [
-        {"format": "nvfp4", "backend": "torch_reference", "kernel_sets": []}
+        {
+            "format": "nvfp4",
+            "act_fn": "silu",
+            "backend": "torch_reference",
+            "kernel_sets": [],
+        }
     ]
     assert (
-        "nvfp4 by torch_reference: nothing to compile"
+        "nvfp4 with silu by torch_reference: nothing to compile"
         in run("warm-up", converted, "--device", "cpu").stdout
     )
 

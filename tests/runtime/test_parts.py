@@ -41,7 +41,9 @@ def test_the_workspace_is_large_enough_for_every_part(layers, monkeypatch):
         given.append(workspace.nbytes)
 
     monkeypatch.setattr(ReferenceExperts, "run", counted)
-    monkeypatch.setattr(ReferenceExperts, "workspace_bytes", lambda self, tokens, topk: need[tokens])
+    monkeypatch.setattr(
+        ReferenceExperts, "workspace_bytes", lambda self, tokens, topk: need[tokens]
+    )
     layer = layers.make(M=13)
     module = FusedExperts(layer.weights, max_tokens=5)
     assert module.workspace_bytes(13, 2) == 300

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from moequant.act_fn import SILU, ActFn
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
 from moequant.runtime.backends import Backend, PackedExperts
 from moequant.runtime.call import MAX_TOKENS
-from moequant.runtime.warm_up import tokens_of, warm_up, warm_up_checkpoint
+from moequant.runtime.warm_up import (
+    _one_of_each_kind,
+    tokens_of,
+    warm_up,
+    warm_up_checkpoint,
+)
+
+LIMITED = ActFn(name="silu", limit=7.0)
 
 
 class CompilesExperts(PackedExperts):
@@ -97,6 +107,21 @@ def test_a_warm_up_of_a_checkpoint_runs_the_tokens_of_its_mode(
     for mode, tokens in (("full", [1, 10, 20, 30]), ("relax", [1, 16, 32]), ("skip", [])):
         found = warm_up_checkpoint(path, mode=mode, **how)
         assert [kind.tokens for kind in found] == ([tokens] if tokens else [])
+
+
+def test_a_layer_of_every_kind_is_loaded():
+    """Layers of Step-3.5 differ in their activation function; kept ones have no format."""
+    kinds = [
+        (None, SILU, "none"), ("mxfp4", SILU, "none"), ("mxfp4", LIMITED, "none"),
+        ("mxfp4", SILU, "mxfp4"), ("mxfp4", LIMITED, "none"), ("nvfp4", SILU, "none"),
+    ]  # fmt: skip
+    checkpoint = SimpleNamespace(
+        expert_layers=lambda: range(len(kinds)),
+        format_of_experts=lambda layer: kinds[layer][0],
+        moe=SimpleNamespace(act_fn_of=lambda layer: kinds[layer][1]),
+        activations_of_experts=lambda layer: kinds[layer][2],
+    )
+    assert _one_of_each_kind(checkpoint) == [1, 2, 3, 5]
 
 
 def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):

@@ -50,7 +50,7 @@ def warm_up_smaller(
     packed, (M, T) = experts.packed(), topk_ids.shape
     dtypes = (hidden_states.dtype, topk_weights.dtype, topk_ids.dtype)
     how = (apply_router_weight_on_input, experts.expert_map is None)
-    kind = (packed.workload, packed.backend.name, T, dtypes, how)
+    kind = (packed.workload, packed.backend.name, packed.layout, T, dtypes, how)
     if kind in _warm or M == 0:
         return
     _warm.add(kind)
