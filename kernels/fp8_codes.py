@@ -1,4 +1,4 @@
-"""E4M3 codes of a group of 128 values, in a kernel: scale amax / 448, 1 where amax is 0."""
+"""E4M3 codes of groups of values, in a kernel: scale amax / 448, 1 where amax is 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def quantize_groups(x, NATIVE: tl.constexpr):
-    """E4M3 codes and float32 scales of `x` float32 [groups, 128].
+    """E4M3 codes and float32 scales of `x` float32 [groups, values of a group].
 
     Codes are those of `x / scale`, to nearest even.
     """

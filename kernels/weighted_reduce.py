@@ -31,7 +31,7 @@ def weighted_reduce(
     Args:
         rows: [rows, H] contiguous, bfloat16 or float32.
         row_of_pair: [M * T] int32, -1 for a pair that adds nothing.
-        topk_weights: [M, T] contiguous, float32 or bfloat16.
+        topk_weights: [M, T] contiguous, float32, bfloat16 or float16.
         out: [M, H] contiguous, written.
         bias: [E, H] contiguous, float32 or bfloat16, added to the rows of each expert.
         row_end: with a bias, [E] int32, the row behind the last of each expert.

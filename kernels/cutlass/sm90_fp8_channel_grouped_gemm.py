@@ -237,7 +237,7 @@ class _GroupedGemm:
             cute.make_identity_tensor((WEIGHT_ROWS, v.tile_rows))
         )
         sums = cute.make_rmem_tensor(place.shape, cutlass.Float32)
-        part = cute.make_rmem_tensor(place.shape, cutlass.Float32) if v.promote else sums
+        part = cute.make_rmem_tensor(place.shape, cutlass.Float32)
         rounded = cute.make_rmem_tensor(place.shape, cutlass.BFloat16)
         # Four 8 x 8 matrices a store, transposed; a tile of 8 rows has two.
         matrices = warp.StMatrix8x8x16bOp(True, min(v.tile_rows // 4, 4))
@@ -258,7 +258,7 @@ class _GroupedGemm:
             for _ in cutlass.range(steps, unroll=1):
                 ring.consumer_wait(state)
                 warpgroup.fence()
-                mma.set(warpgroup.Field.ACCUMULATE, not v.promote)
+                mma.set(warpgroup.Field.ACCUMULATE, False)
                 for k in cutlass.range_constexpr(COLUMNS // 32):
                     at = (None, None, k, state.index)
                     cute.gemm(mma, part, w_operand[at], x_operand[at], part)
@@ -267,8 +267,8 @@ class _GroupedGemm:
                 warpgroup.wait_group(0)
                 ring.consumer_release(state)
                 state.advance()
-                if cutlass.const_expr(v.promote):
-                    sums.store(sums.load() + part.load())
+                # The tensor cores keep about 14 bits of a sum.
+                sums.store(sums.load() + part.load())
             for four in cutlass.range_constexpr(v.tile_rows // 8):
                 for i in cutlass.range_constexpr(4):
                     at = 4 * four + i

@@ -27,13 +27,10 @@ class GemmVariant:
     Attributes:
         tile_rows: one of TILE_ROWS.
         bias: whether there is one, of each weight row, to add.
-        promote: whether the tensor cores' sums of COLUMNS columns are added up in float32; without,
-            a sum over all of K stays in the tensor cores, which keep about 14 bits of it.
     """
 
     tile_rows: int
     bias: bool = False
-    promote: bool = True
 
     @property
     def stage_bytes(self) -> int:
@@ -57,8 +54,5 @@ class GemmVariant:
 
 
 VARIANTS = tuple(
-    GemmVariant(tile_rows=rows, bias=bias, promote=promote)
-    for bias, promote in ((False, True), (True, True), (False, False))
-    for rows in TILE_ROWS
+    GemmVariant(tile_rows=rows, bias=bias) for bias in (False, True) for rows in TILE_ROWS
 )
-"""Those that backends run, and those without promotion."""

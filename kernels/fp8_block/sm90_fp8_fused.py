@@ -96,7 +96,6 @@ class Fp8BlockWeights(Sm90Weights):
     w2_scale: Tensor
 
     family = Fp8BlockTilings()
-    quantizes_apart = False
 
     @property
     def padded(self) -> int:

@@ -43,6 +43,7 @@ from moequant.kernels.sm90.quantize_permute import (
     group_of,
     prepare,
     quantize_rows,
+    rows_a_program,
     sort_and_quantize,
 )
 from moequant.kernels.sm90.tiling import Tiling, Tilings, TuningProblem
@@ -100,7 +101,7 @@ class Sm90Weights(ABC):
 
     def scale_shape(self, rows: int, columns: int, *, by_token: bool = False) -> tuple[int, ...]:
         """Of the scales of rows in the order of the experts, or of tokens as they come."""
-        return ()
+        return (rows,) if self.quantizes_apart else ()
 
     @abstractmethod
     def gemm(
@@ -263,7 +264,14 @@ class Sm90Weights(ABC):
             tokens == 1,
             tokens <= 64,
             tuple(number % 16 == 0 for number in (tokens, pairs, *scales[1:])),
+            self._rows_quantized_at_once(tokens, pairs),
         )
+
+    def _rows_quantized_at_once(self, tokens: int, pairs: int) -> tuple[int, ...]:
+        """By a program of the kernels that quantize tokens, and rows between the GEMMs."""
+        if not self.quantizes_apart:
+            return ()
+        return rows_a_program(tokens, self.hidden), rows_a_program(pairs, self.intermediate)
 
     def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
         """Compile the kernels of the GEMMs of calls of these tokens, several at once.

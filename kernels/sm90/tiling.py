@@ -108,9 +108,11 @@ class Tilings(ABC):
     """The formula's tiles have at least so many rows, or as many as a quarter of the tokens fills:
     with skewed routing some experts have many more than the mean."""
 
-    @abstractmethod
     def _split(self, rows: int, rounds: float) -> int:
         """CTAs along K for tiles of `rows`, of units that fill all SMs `rounds` times."""
+        if rows > 16 or rounds > 0.5:
+            return 1
+        return 2 if rounds > 0.25 else 4
 
     @abstractmethod
     def _gathers(self, rows: int, pair: bool, topk: int) -> bool:

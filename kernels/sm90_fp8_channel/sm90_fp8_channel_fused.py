@@ -26,12 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.kernels.calls import part_tokens
 from moequant.kernels.cuda_driver import tensor_map
 from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
-from moequant.kernels.sm90.quantize_permute import rows_a_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,10 +113,6 @@ class Fp8ChannelWeights(Sm90Weights):
     family = Fp8ChannelTilings()
     quantizes_apart = True
 
-    def scale_shape(self, rows: int, columns: int, *, by_token: bool = False) -> tuple[int, ...]:
-        """One a row or token."""
-        return (rows,)
-
     def gemm(
         self, common: dict[str, Any], buffers: Buffers, tiling: Tiling
     ) -> tuple[GemmConfig, Callable[[], list[Any]]]:
@@ -140,15 +134,6 @@ class Fp8ChannelWeights(Sm90Weights):
             return [*maps, pointer(scale)]
 
         return config, own
-
-    def kernels_for(self, tokens: int, topk: int) -> tuple[object, ...]:
-        """Those that quantize several rows a program, too."""
-        pairs = part_tokens(tokens, topk) * topk
-        return (
-            *super().kernels_for(tokens, topk),
-            rows_a_program(pairs, self.intermediate),
-            rows_a_program(pairs // topk, self.hidden),
-        )
 
 
 def rows_by_block(rows: Tensor, *, gated: bool) -> Tensor:

@@ -31,11 +31,6 @@ class W4a16Tilings(Tilings):
     gather_rows = ()
     rows_for_skew = 48
 
-    def _split(self, rows: int, rounds: float) -> int:
-        if rows > 16 or rounds > 0.5:
-            return 1
-        return 2 if rounds > 0.25 else 4
-
     def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
         return False  # a choice it does not have: it always does
 

@@ -1,1 +1,1 @@
-"""W4A8 experts on SM90: INT4 weights with a scale per 128 columns, FP8 activations per token."""
+"""INT4 (groups of 128 columns) and MXFP4 experts on SM90, with FP8 activations per token."""

@@ -1,4 +1,4 @@
-// A panel of INT4 weights, as layout.py packs it, read and decoded.
+// A panel of INT4 weights, as int4_layout.py packs it, read and decoded.
 
 constexpr u32 PANEL_BYTES = CODE_BYTES + 256;
 constexpr float CODE_UNIT = 256.f;  // the E4M3 bits of a code stand for code / 256

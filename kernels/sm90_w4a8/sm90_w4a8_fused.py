@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moequant.kernels.calls import part_tokens
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
 from moequant.kernels.sm90.panels import panels
-from moequant.kernels.sm90.quantize_permute import rows_a_program
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 
@@ -34,11 +32,6 @@ class W4a8Tilings(Tilings):
     pair_rows: ClassVar[tuple[int, ...]] = (96, 128)
     gather_rows: ClassVar[tuple[int, ...]] = (48, 64, 96, 128)
     rows_for_skew = 96
-
-    def _split(self, rows: int, rounds: float) -> int:
-        if rows > 16 or rounds > 0.5:
-            return 1
-        return 2 if rounds > 0.25 else 4
 
     def _gathers(self, rows: int, pair: bool, topk: int) -> bool:
         # It took up to 3 % less time with 8 experts a token, and 2 to 5 % more with 2 (an H100).
@@ -112,10 +105,6 @@ class W4a8Weights(Sm90Weights):
     family = W4a8Tilings()
     quantizes_apart = True
 
-    def scale_shape(self, rows: int, columns: int, *, by_token: bool = False) -> tuple[int, ...]:
-        """One a row or token."""
-        return (rows,)
-
     def gemm(
         self, common: dict[str, Any], buffers: Buffers, tiling: Tiling
     ) -> tuple[GemmConfig, Callable[[], list[Any]]]:
@@ -127,15 +116,6 @@ class W4a8Weights(Sm90Weights):
         assert weight.shape[1:] == shape
         assert weight.is_contiguous()
         return config, lambda: [pointer(weight)]
-
-    def kernels_for(self, tokens: int, topk: int) -> tuple[object, ...]:
-        """Those that quantize several rows a program, too."""
-        pairs = part_tokens(tokens, topk) * topk
-        return (
-            *super().kernels_for(tokens, topk),
-            rows_a_program(pairs, self.intermediate),
-            rows_a_program(pairs // topk, self.hidden),
-        )
 
 
 class Mxfp4Fp8Weights(W4a8Weights):

@@ -76,13 +76,13 @@ GENERATION_CONFIG = {
 }
 
 
-def write_demo_checkpoint(folder: Path, seed: int = 0) -> None:
+def write_demo_checkpoint(folder: Path) -> None:
     """Write the small checkpoint, about 30 MB in several shards, into `folder`.
 
     Raises:
         MoequantError: it cannot be written.
     """
-    _write(folder, CONFIG, LAYERS * EXPERTS, SHARD_BYTES, seed)
+    write_tensors(folder, CONFIG, _tensors(CONFIG, LAYERS * EXPERTS), SHARD_BYTES)
     _write_json(folder / "generation_config.json", GENERATION_CONFIG)
 
 
@@ -109,14 +109,8 @@ def write_bench_checkpoint(folder: Path, size_bytes: int) -> int:
         "num_key_value_heads": 1,
         "vocab_size": 256,
     }
-    _write(folder, config, _DISTINCT, math.inf, seed=0)
+    write_tensors(folder, config, _tensors(config, _DISTINCT))
     return layers * experts * EXPERT_BYTES
-
-
-def _write(
-    folder: Path, config: Mapping[str, Any], distinct: int, shard_bytes: float, seed: int
-) -> None:
-    write_tensors(folder, config, _tensors(config, distinct, seed), shard_bytes)
 
 
 def write_tensors(
@@ -170,9 +164,9 @@ def _shards(
     yield shard
 
 
-def _tensors(config: Mapping[str, Any], distinct: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(config: Mapping[str, Any], distinct: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors in model order; of the experts, `distinct` are random and the others repeat them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hidden, intermediate = config["hidden_size"], config["moe_intermediate_size"]
     head = config["head_dim"]
     queries, keys = (config[f"num_{k}_heads"] * head for k in ("attention", "key_value"))

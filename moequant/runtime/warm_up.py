@@ -62,10 +62,9 @@ def warm_up(
     tokens: Iterable[int],
     topk: int,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     progress: Progress | None = None,
 ) -> list[int]:
-    """Compile every kernel that calls of `tokens` tokens run, and no other.
+    """Compile every kernel that calls of `tokens` tokens in bfloat16 run, and no other.
 
     With ids in int32 and int64, router weights in float32, bfloat16 and float16, and with or
     without an expert_map, as long as the module's own or, without one, as there are experts.
@@ -74,7 +73,6 @@ def warm_up(
         experts: on the device they will run on; layers of the same sizes share kernels.
         tokens: each M that may come; M of equal kernels are run once.
         topk: T.
-        dtype: of the hidden states.
         progress: receives the progress, one step per set of kernels.
 
     Returns:
@@ -88,7 +86,7 @@ def warm_up(
     report.start("compiling", len(chosen), unit="kernel sets")
     experts.compile_ahead(chosen, topk)
     for M in chosen:
-        _call(experts, M, topk, dtype)
+        _call(experts, M, topk)
         report.advance(1, f"{M} tokens")
     report.finish()
     return chosen
@@ -110,7 +108,7 @@ def distinct_calls(experts: FusedExperts, tokens: Iterable[int], topk: int) -> l
     return sorted(least.values())
 
 
-def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> None:
+def _call(experts: FusedExperts, tokens: int, topk: int) -> None:
     """Call with ids and maps of every dtype, with a map and without, and every dtype of weights.
 
     Kernels that read ids are compiled for each pair of dtypes of ids and map, the one that reads
@@ -119,7 +117,7 @@ def _call(experts: FusedExperts, tokens: int, topk: int, dtype: torch.dtype) -> 
     workload = experts.packed().workload
     device, E = workload.device, workload.experts
     known = E if experts.expert_map is None else experts.expert_map.shape[0]
-    hidden = torch.zeros(tokens, workload.hidden, device=device, dtype=dtype)
+    hidden = torch.zeros(tokens, workload.hidden, device=device, dtype=torch.bfloat16)
     weights = torch.full((tokens, topk), 1 / topk, device=device)
     ids = (torch.arange(tokens * topk, device=device) % known).reshape(tokens, topk)
     local = torch.arange(known, device=device) % E

@@ -9,7 +9,7 @@ different streams may overlap.
 
 from __future__ import annotations
 
-from threading import get_ident
+import threading
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from torch import Tensor
 from moequant.runtime.capture import capturing
 from moequant.runtime.kept_memory import make_kept
 
-_BUFFERS: dict[tuple[int, int, int], Tensor] = {}
+
+class _Buffers(threading.local):
+    """Those of a thread, which go when it ends, by index of the device and by stream."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], Tensor] = {}
+
+
+_BUFFERS = _Buffers()
 
 
 def shared_workspace(device: torch.device, size_bytes: int) -> Tensor:
@@ -27,13 +35,14 @@ def shared_workspace(device: torch.device, size_bytes: int) -> Tensor:
     """
     if device.type != "cuda" or capturing(device):
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), get_ident())
-    buffer = _BUFFERS.get(key)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    buffers = _BUFFERS.by_stream
+    buffer = buffers.get(key)
     if buffer is None or buffer.numel() < size_bytes:
-        _BUFFERS.pop(key, None)  # let go of the old one before the new one is taken
+        buffers.pop(key, None)  # let go of the old one before the new one is taken
         buffer = None
         buffer = make_kept(
             lambda: torch.empty(size_bytes, dtype=torch.uint8, device=device), device
         )
-        _BUFFERS[key] = buffer
+        buffers[key] = buffer
     return buffer

@@ -43,7 +43,8 @@ def test_torch_compile_gives_the_same_bits(every_format, mode):
     call = random_inputs(SHAPE, 24, CUDA, 0).arguments
     want = Block(experts_of(every_format))(*call)
     torch._dynamo.reset()
-    workspace._BUFFERS.clear()  # the weights' layout and the workspace are made in a compiled call
+    # The weights' layout and the workspace are made in a compiled call.
+    workspace._BUFFERS.by_stream.clear()
     compiled = torch.compile(Block(experts_of(every_format)), fullgraph=True, mode=mode)
     for _ in range(4):  # reduce-overhead captures a CUDA graph in its second call
         got = compiled(*call).clone()
@@ -72,7 +73,7 @@ def test_parts_bound_the_memory(every_format):
 
 
 def test_layers_share_a_workspace_of_the_size_that_was_said(every_format):
-    workspace._BUFFERS.clear()
+    workspace._BUFFERS.by_stream.clear()
     gc.collect()
     layers = [experts_of(every_format) for _ in range(3)]
     call = random_inputs(SHAPE, 300, CUDA, 3).arguments
@@ -121,7 +122,7 @@ def test_experts_are_there_once():
     experts = experts_of("fp8_block")
     size = sum(t.nbytes for t in experts.weights.tensors().values())
     experts(*random_inputs(SHAPE, 8, CUDA, 7).arguments)
-    workspace._BUFFERS.clear()
+    workspace._BUFFERS.by_stream.clear()
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 1.1 * size
 

@@ -39,10 +39,9 @@ QWEN3_30B = (128, 2048, 768, 8)
 # sign, the largest term is the sum, sqrt(K) of a product, and what is cut off a term is uniform: an
 # error of 2**-13 / sqrt(3) of the sum for each of 33 terms in each of K / 32 instructions, in all
 # 2**-13 * sqrt(33 / 32 / 3 * K) of the norm. For the 128 columns of a promoted part that is 8e-4,
-# and a sum of parts, which float32 adds, has the same relative error whatever K is. Without
-# promotion it is 3e-3 for K = 2048. Rounding to bfloat16 adds 2**-9 / sqrt(3): d = 1.4e-3, an error
-# of sqrt(2 * d * 2**-3.5) = 1.6 %, calc_diff 1.2e-4 (3e-4 without promotion), and scatters as
-# described there.
+# and a sum of parts, which float32 adds, has the same relative error whatever K is (without
+# promotion it would be 3e-3 for K = 2048). Rounding to bfloat16 adds 2**-9 / sqrt(3): d = 1.4e-3,
+# an error of sqrt(2 * d * 2**-3.5) = 1.6 %, calc_diff 1.2e-4, and scatters as described there.
 #
 # DeepGEMM's middle is rounded to bfloat16 too, which flips as many codes as the tensor cores' sums
 # do: ulp / 2**-9, so sqrt(2**-9 * 2**-3.5) = 1.3 % more, calc_diff 1e-4.
@@ -412,19 +411,16 @@ def test_batches_compute_every_function_with_biases(weights, inputs, engine, act
 
 
 @of_one(CUTLASS)
-@pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize("tile_rows", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=str)
-def test_every_variant_reads_no_buffer_before_it_is_written(
-    weights, inputs, shape, tile_rows, promote
-):
+def test_every_variant_reads_no_buffer_before_it_is_written(weights, inputs, shape, tile_rows):
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.cutlass.sm90_fp8_channel_fused import CutlassPlan
     from moequant.kernels.cutlass.variant import GemmVariant
 
     layer = weights(CUTLASS, shape)
     tensors = pack_experts(layer, backend="cutlass_fp8").tensors
-    variant = GemmVariant(tile_rows=tile_rows, promote=promote)
+    variant = GemmVariant(tile_rows=tile_rows)
     for M in (1, 2, 50, 600):
         call = inputs(shape, M, "holes")
         plan = (tensors, SILU, M, shape[3])

@@ -12,7 +12,11 @@ from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
 from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_capable, why_not_multiples
+from moequant.runtime.backends.capability import (
+    why_not_capable,
+    why_not_kernels_for,
+    why_not_multiples,
+)
 from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
 from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.planned import PlannedExperts
@@ -84,12 +88,9 @@ class CutlassFp4Experts(PlannedExperts):
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.calls import part_tokens
-        from moequant.kernels.routing import sort_kernel
+        from moequant.kernels.block_scaled_plan import kernels_for
 
-        tokens = part_tokens(tokens, topk)
-        pairs = tokens * topk
-        return sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+        return kernels_for(tokens, topk)
 
     def plan(self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype) -> Fp4Plan:
         """See `PlannedExperts.plan`."""
@@ -133,19 +134,12 @@ class CutlassFp4(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Needs FP4 with its own activations, H and I in 32s, SM100, triton and CuTe DSL."""
         variant = _VARIANTS.get(workload.format)
-        if variant is None:
-            return f"runs only {' and '.join(_VARIANTS)}"
-        wanted = _activations_of(variant)
-        if workload.activations not in wanted:
-            return f"takes only activations in {' or '.join(wanted)}"
-        reason = why_not_multiples(workload, self.multiples)
-        if reason is not None:
-            return reason
-        if workload.experts == 0:
-            return "needs at least one expert"
-        if workload.device.type != "cuda":
-            return "needs a CUDA device"
-        return _why_not_on(workload.device)
+        wanted = () if variant is None else tuple(_activations_of(variant))
+        return (
+            why_not_kernels_for(workload, tuple(_VARIANTS), activations=wanted)
+            or why_not_multiples(workload, self.multiples)
+            or _why_not_on(workload.device)
+        )
 
     def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""

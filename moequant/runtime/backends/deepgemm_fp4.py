@@ -94,12 +94,9 @@ class DeepGemmFp4Experts(PlannedExperts):
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`; DeepGEMM's kernel is the same for any number of rows."""
-        from moequant.kernels.calls import part_tokens
-        from moequant.kernels.routing import sort_kernel
+        from moequant.kernels.block_scaled_plan import kernels_for
 
-        tokens = part_tokens(tokens, topk)
-        pairs = tokens * topk
-        return sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+        return kernels_for(tokens, topk)
 
     def plan(
         self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype

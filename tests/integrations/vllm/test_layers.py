@@ -132,17 +132,21 @@ def test_outputs_of_two_ranks_add_up(engine, converted, format, dialect):
 
 @pytest.mark.parametrize(("format", "dialect"), [("fp8_block", "fp8"), ("mxfp4", "gpt-oss")])
 def test_outputs_of_expert_parallel_ranks_add_up(engine, converted, format, dialect):
+    """Both quantize the same tokens: only the order differs in which a token's terms are added."""
     path = converted(format, dialect)
     hidden, weights, ids = call()
     ranks = [engine.loaded(path, ep=(2, rank), **arguments_for(dialect)) for rank in (0, 1)]
     assert [layer.quant_method.experts.packed().workload.experts for layer in ranks] == [2, 2]
     total = sum(run(layer, hidden.float(), weights, ids) for layer in ranks)
     whole = load_experts(path, 0)(hidden.float(), weights, ids)
-    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-6)
+    assert (total - whole).abs().max() <= ids.shape[1] * 2**-24 * whole.abs().max() * 8
 
 
 def test_a_last_rank_of_gpt_oss_with_fewer_columns_adds_up(engine, make_checkpoint, tmp_path):
-    """I 320 is 10 blocks of 32: of four ranks three have 3 and the last has 1."""
+    """I 320 is 10 blocks of 32: of four ranks three have 3 and the last has 1.
+
+    The bound is that of two ranks, for 320 terms.
+    """
     from moequant.conversion import convert
 
     source = make_checkpoint(model_type="gpt_oss", hidden=256, intermediate=320)
@@ -153,7 +157,7 @@ def test_a_last_rank_of_gpt_oss_with_fewer_columns_adds_up(engine, make_checkpoi
     assert [r.quant_method.experts.packed().workload.intermediate for r in ranks] == [96] * 4
     total = sum(run(layer, hidden.float(), weights, ids) for layer in ranks)
     whole = load_experts(path, 0)(hidden.float(), weights, ids)
-    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-5)
+    assert (total - whole).abs().max() <= 320 * 2**-24 * whole.abs().max() * 8
 
 
 def test_router_weights_go_into_the_input_where_the_layer_says_so(engine, converted):

@@ -15,9 +15,9 @@ from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
 
 WHY_NOT = why_not_sm90(torch.device("cuda", 0)) or why_no_cute_dsl()
 
-# One rounding to bfloat16 and, without promotion, 2**-13 * 0.59 * sqrt(K) of sums for K = 720:
+# One rounding to bfloat16, and 2**-13 * 0.59 * sqrt(128) of the sums of 128 columns:
 # tests/runtime/test_hopper_libraries.py derives both. Twice their sum.
-ERROR = 2 * (2**-9 / 3**0.5 + 2**-13 * 0.59 * 720**0.5)
+ERROR = 2 * (2**-9 / 3**0.5 + 2**-13 * 0.59 * 128**0.5)
 
 
 @pytest.mark.gpu
