@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def prepare(
     if manifest is not None:
         _remove_left_over(work)
         return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
+    _check_holds_ours(folder)
     with exclusive(work, "preparation"):
         try:
             manifest = _write(work, checkpoint, target, layouts, progress)
@@ -156,6 +158,7 @@ def _fitting_manifest(
     return manifest if fits else None
 
 
+_OUR_FILES = re.compile(rf"{re.escape(MANIFEST_FILE)}|layer-[0-9]+\.safetensors")
 _WRITTEN, _REPLACED = "files", "replaced"
 """In the work folder: the new folder, and where the old one goes."""
 
@@ -206,9 +209,27 @@ def _write(
 
 def _check_replaceable(folder: Path) -> None:
     """Ask, before weights are read, whether what is there is a folder, which alone is replaced."""
+    if folder.parent.is_symlink():
+        raise MoequantError(
+            f"{folder.parent}: is a symbolic link, but a prepared folder is read only where it was "
+            "written, in the checkpoint's folder; replace it by a folder and run moequant prepare "
+            "again"
+        )
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise MoequantError(
             f"{folder}: exists and is not a folder; remove it and run moequant prepare again"
+        )
+
+
+def _check_holds_ours(folder: Path) -> None:
+    """Ask whether replacing the folder would remove files that `prepare` does not write."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    others = [entry.name for entry in entries if not _OUR_FILES.fullmatch(entry.name)]
+    if others:
+        raise MoequantError(
+            f"{folder}: would be replaced, but holds files that moequant prepare does not write: "
+            f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}; move them elsewhere and "
+            "run it again"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -160,7 +161,8 @@ class Manifest(_Strict):
         # A scheme that only weights can say, such as fp8_group128, is what prepare takes by itself.
         known = same_formats and len(schemes) == 1 and schemes <= {*get_args(ActivationsChoice)}
         activations = f" --activations {schemes.pop()}" if known else ""
-        return f"moequant prepare {place.parent.parent} --target {place.name}{activations}"
+        source = shlex.quote(str(place.parent.parent))
+        return f"moequant prepare {source} --target {place.name}{activations}"
 
 
 def prepared_folders(checkpoint: Path) -> list[Path]:
@@ -209,9 +211,10 @@ def how_to_prepare(folder: Path) -> str:
     place = folder.resolve()
     if place.parent.name != PREPARED_FOLDER or place.name not in TARGETS:
         return "run moequant prepare again"
+    source = shlex.quote(str(place.parent.parent))
     return (
-        f"run moequant prepare {place.parent.parent} --target {place.name}, with the --activations "
-        "that it was for"
+        f"run moequant prepare {source} --target {place.name}, with the --activations that it was "
+        "for"
     )
 
 

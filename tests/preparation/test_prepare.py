@@ -576,6 +576,29 @@ def test_what_is_no_folder_is_not_replaced_and_costs_no_time(own, tmp_path, monk
         load_experts(folder, 0)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_others_in_the_folder_are_not_removed(own, overwrite):
+    path = own("mxfp4")
+    folder = path / "moequant-prepared" / "sm90"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(MoequantError, match=r"sm90: would be replaced, but holds .*: notes\.txt;"):
+        prepare(path, target="sm90", overwrite=overwrite)
+    assert [entry.name for entry in folder.parent.iterdir()] == ["sm90"]
+    assert (folder / "notes.txt").read_text() == "mine"
+    (folder / "notes.txt").rename(path.parent / "notes.txt")
+    assert prepare(path, target="sm90", overwrite=overwrite).state == "prepared"
+
+
+def test_a_link_to_another_folder_is_refused_because_none_would_load_it(own, tmp_path):
+    path = own("mxfp4")
+    (tmp_path / "elsewhere").mkdir()
+    (path / "moequant-prepared").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MoequantError, match="moequant-prepared: is a symbolic link"):
+        prepare(path, target="sm90")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_failure_leaves_no_folder(own, monkeypatch):
     path = own("fp8_block")
 
