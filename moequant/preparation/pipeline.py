@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from moequant.progress import SilentProgress
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.packing import check_activations
-from moequant.runtime.prepared_manifest import Manifest, read_manifest
+from moequant.runtime.prepared_manifest import Manifest, is_prepared_file, read_manifest
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.lock import exclusive
@@ -96,7 +95,7 @@ def prepare(
     if manifest is not None:
         _remove_left_over(work)
         return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
-    _check_holds_ours(folder)
+    _check_no_other_files(folder)
     with exclusive(work, "preparation"):
         try:
             manifest = _write(work, checkpoint, target, layouts, progress)
@@ -158,7 +157,6 @@ def _fitting_manifest(
     return manifest if fits else None
 
 
-_OUR_FILES = re.compile(rf"{re.escape(MANIFEST_FILE)}|layer-[0-9]+\.safetensors")
 _WRITTEN, _REPLACED = "files", "replaced"
 """In the work folder: the new folder, and where the old one goes."""
 
@@ -221,10 +219,10 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-def _check_holds_ours(folder: Path) -> None:
+def _check_no_other_files(folder: Path) -> None:
     """Ask whether replacing the folder would remove files that `prepare` does not write."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    others = [entry.name for entry in entries if not _OUR_FILES.fullmatch(entry.name)]
+    others = [entry.name for entry in entries if not is_prepared_file(entry.name)]
     if others:
         raise MoequantError(
             f"{folder}: would be replaced, but holds files that moequant prepare does not write: "

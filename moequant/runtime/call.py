@@ -72,7 +72,7 @@ def run_experts(
     else:
         check_out(out, hidden_states, hidden_scale, names)
     parts = parts_of(tokens, max_tokens_of(packed.workload, topk, max_tokens))
-    size_bytes = call_workspace_bytes(packed, tokens, topk, max_tokens)
+    size_bytes = workspace_bytes_of_parts(packed, tokens, topk, parts)
     if workspace is None:
         workspace = shared_workspace(hidden_states.device, size_bytes)
     else:
@@ -123,14 +123,14 @@ def max_tokens_of(workload: Workload, topk: int, max_tokens: int) -> int:
     return part_tokens(max_tokens, topk) if workload.activations == FP8_TENSOR else max_tokens
 
 
-def call_workspace_bytes(packed: PackedExperts, tokens: int, topk: int, max_tokens: int) -> int:
-    """Bytes of workspace that a call needs in parts of at most `max_tokens` tokens.
+def workspace_bytes_of_parts(packed: PackedExperts, tokens: int, topk: int, parts: int) -> int:
+    """Bytes of workspace that a call needs which is run in so many parts.
 
     A part that is a token smaller may have another tiling, which needs more.
     """
-    parts = parts_of(tokens, max_tokens_of(packed.workload, topk, max_tokens))
-    sizes = {tokens // parts, -(-tokens // parts)}
-    return max(packed.workspace_bytes(size, topk) for size in sizes)
+    most, least = -(-tokens // parts), tokens // parts
+    size_bytes = packed.workspace_bytes(most, topk)
+    return size_bytes if most == least else max(size_bytes, packed.workspace_bytes(least, topk))
 
 
 def parts_of(tokens: int, max_tokens: int) -> int:

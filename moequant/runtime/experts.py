@@ -13,10 +13,10 @@ from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
 from moequant.runtime.call import (
     MAX_TOKENS,
-    call_workspace_bytes,
     max_tokens_of,
     parts_of,
     run_experts,
+    workspace_bytes_of_parts,
 )
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales
@@ -262,7 +262,9 @@ class FusedExperts(nn.Module):
         Raises:
             UnsupportedError: no backend runs the experts where they are now.
         """
-        return call_workspace_bytes(self.packed(), tokens, topk, self.max_tokens)
+        packed = self.packed()
+        parts = parts_of(tokens, max_tokens_of(packed.workload, topk, self.max_tokens))
+        return workspace_bytes_of_parts(packed, tokens, topk, parts)
 
     def run(
         self,

@@ -76,6 +76,11 @@ def layer_file(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 
 
+def is_prepared_file(name: str) -> bool:
+    """Whether a prepared folder has files of this name: the manifest, and those of layers."""
+    return name == MANIFEST_FILE or bool(re.fullmatch(r"layer-[0-9]{5}\.safetensors", name))
+
+
 class PreparedLayer(_Strict):
     """One layer's file.
 

@@ -19,7 +19,7 @@ from moequant.runtime.kept_memory import make_kept
 
 
 class _Buffers(threading.local):
-    """Those of a thread, which go when it ends, by index of the device and by stream."""
+    """The workspaces of the current thread, by device index and stream; freed when it ends."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], Tensor] = {}

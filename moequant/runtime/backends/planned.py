@@ -52,17 +52,18 @@ class PlannedExperts(PackedExperts):
 
         if tokens * topk == 0:
             return 0
-        return max(self._part_bytes(part, topk) for part in part_sizes(tokens, topk))
+        known = self._workspace_bytes
+        if (tokens, topk) not in known:
+            parts = part_sizes(tokens, topk)
+            known[tokens, topk] = max(self._part_bytes(part, topk) for part in parts)
+        return known[tokens, topk]
 
     def _part_bytes(self, tokens: int, topk: int) -> int:
         from moequant.kernels.arena import WorkspaceArena
 
-        known = self._workspace_bytes
-        if (tokens, topk) not in known:
-            arena = WorkspaceArena()
-            self.plan(tokens, topk, arena, torch.float32)
-            known[tokens, topk] = arena.size_bytes
-        return known[tokens, topk]
+        arena = WorkspaceArena()
+        self.plan(tokens, topk, arena, torch.float32)
+        return arena.size_bytes
 
     def run(
         self,
