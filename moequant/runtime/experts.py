@@ -74,9 +74,9 @@ class FusedExperts(nn.Module):
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.
         max_tokens: more tokens than that run in parts, as equal as can be, one after the other; so
-            memory is bounded whatever M is. Down to some hundred tokens a part the result does not
-            depend on it; below, a backend may add up in another order. With "fp8_tensor" it does:
-            each part has scales of its own, and at most 65,536 token-expert pairs.
+            memory is bounded whatever M is. A part gives the bits of a call of its tokens, whose
+            number decides in which order backends add. With "fp8_tensor" each part has scales of
+            its own, and at most 65,536 token-expert pairs.
 
     Raises:
         UnsupportedError: no backend runs this, or the named one does not; says why. Or an

@@ -42,7 +42,7 @@ def test_it_is_one_kernel_for_sm_100a_with_the_parameters_that_are_passed(compil
     assert ".target sm_100a" in ptx
     assert entry_of(path.read_bytes()) == "cutlass_sm100_fp4_grouped_gemm_0"
     elf = dump(path, "-elf")
-    assert "sm=100a" in elf
+    assert re.search(r"\bsm=100a?,", elf)  # cuobjdump of CUDA 13.0 leaves the letter out
     parameters = re.findall(r"Ordinal : (0x\w+)\s+Offset\s+: 0x\w+\s+Size\s+: (0x\w+)", elf)
     sizes = {int(ordinal, 16): int(size, 16) for ordinal, size in parameters}
     assert tuple(sizes[i] for i in range(len(sizes))) == PARAMETER_BYTES
