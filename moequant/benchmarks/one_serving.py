@@ -24,7 +24,7 @@ import torch
 from moequant.benchmarks.device_profile import NOTHING, profile_call, profile_of_step
 from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
-from moequant.errors import MoequantError
+from moequant.errors import MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -199,7 +199,7 @@ def main(step: str, request: Path, result: Path) -> None:
         traceback.print_exc()
         text = (str(error).strip() or repr(error)).splitlines()[0]
         name = "" if isinstance(error, MoequantError) else f"{type(error).__name__}: "
-        found = {"error": name + text}
+        found = {"error": name + text, "unsupported": isinstance(error, UnsupportedError)}
     result.write_text(json.dumps(found))
 
 

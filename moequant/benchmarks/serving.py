@@ -357,6 +357,8 @@ def _run_or_raise(
     step: str, request: Mapping[str, Any], place: Path, measure: ServingMeasure
 ) -> dict[str, Any]:
     found, log = run_step(step, request, place, timeout_s=measure.timeout_s)
+    if found.get("unsupported"):
+        raise UnsupportedError(found["error"])
     if "error" in found:
         raise MoequantError(f"{found['error']}; it ended with:\n{log.strip()[-_LOG_END:]}")
     return found
@@ -389,7 +391,7 @@ def run_step(
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            error = f"it did not end within {timeout_s:g} s"
+            error = f"it did not end within {timeout_s:g} s; allow more by --timeout"
         finally:
             _end(process)
     text = log.read_text(errors="replace")

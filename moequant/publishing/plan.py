@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,7 @@ def why_not_verified(path: Path, verified: Verified | None, targets: Sequence[st
         verified: the note that it was.
         targets: of the prepared folders that count, too.
     """
-    remedy = f"run moequant verify {path} --against SOURCE"
+    remedy = f"run moequant verify {shlex.quote(str(path))} --against SOURCE"
     if verified is None:
         return f"{path}: was not verified; {remedy}"
     record, manifests = digests_of(path)

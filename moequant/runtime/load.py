@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 
@@ -18,7 +19,7 @@ from moequant.storage.folder import is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -96,8 +97,9 @@ def load_experts(
     place = usable_device(device)
     reader = open_reader(checkpoint, place, architecture)
     chosen = _choose(reader.converted, experts)
-    one = isinstance(layer, int)
-    layers = _indices("layer", [layer] if isinstance(layer, int) else layer)
+    # Integers of other libraries have __index__, too; so have their arrays.
+    one = isinstance(layer, SupportsIndex) and not isinstance(layer, Iterable)
+    layers = _indices("layer", [layer] if one else layer)
     _check(reader.converted, layers)
     loaded = {}
     packed = reader.load_each(layers, chosen, backend=backend, activations=activations)
@@ -141,7 +143,7 @@ def open_reader(
     return LayerReader(converted, device)
 
 
-def _indices(name: str, given: Iterable[int]) -> list[int]:
+def _indices(name: str, given: Any) -> list[int]:
     try:
         return [index(one) for one in given]
     except TypeError as error:

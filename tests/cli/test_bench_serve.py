@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from moequant.benchmarks import serving
 from moequant.errors import MoequantError
@@ -180,4 +181,8 @@ def test_wrong_usage_exits_2(run):
 
 def test_nothing_to_time_and_no_folder_are_errors(run, tmp_path):
     assert run("bench", "serve", "--device", "cpu").exit_code == 4
+    if not torch.cuda.is_available():
+        absent = run("bench", "serve", "--shape", "qwen3-30b", "--layers", 1)
+        assert absent.exit_code == 4
+        assert "Traceback" not in absent.stderr
     assert run("bench", "serve", tmp_path / "none", "--device", "cpu").exit_code == 3

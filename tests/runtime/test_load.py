@@ -17,7 +17,7 @@ from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.preparation.layers import backends_for
-from moequant.runtime import load_experts
+from moequant.runtime import FusedExperts, load_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.layer_reader import LayerReader, _PreparedLayer
 from moequant.runtime.load import open_reader
@@ -308,7 +308,12 @@ def test_what_is_no_layer_expert_or_device_is_refused_by_name(converted, argumen
 
 
 def test_layers_may_be_integers_of_another_library(converted):
+    class Int64:
+        def __index__(self):
+            return 1
+
     assert [*load_experts(converted("mxfp4"), torch.arange(2))] == [0, 1]
+    assert isinstance(load_experts(converted("mxfp4"), Int64()), FusedExperts)
 
 
 def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
