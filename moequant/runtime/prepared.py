@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.errors import CheckpointError, MoequantError
-from moequant.runtime.backends import backends
+from moequant.runtime.backends import TARGETS, backends
 from moequant.runtime.prepared_manifest import (
     Manifest,
     add_input_scales,
@@ -157,9 +157,12 @@ class PreparedCheckpoint:
                 f"in CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
             )
         if manifest.target != place.name:
+            remedy = f"rename the folder to {manifest.target}"
+            if place.name in TARGETS:
+                remedy = remedy_of(folder, manifest)
             raise CheckpointError(
                 f"{folder / MANIFEST_FILE}: target: must be {place.name}, as its folder is called, "
-                f"but found {manifest.target}; {remedy_of(folder, manifest)}"
+                f"but found {manifest.target}; {remedy}"
             )
         converted = ConvertedCheckpoint.of(
             Checkpoint.open_known(home.parent, manifest.originals),

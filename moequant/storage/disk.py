@@ -28,6 +28,8 @@ _ADVICE = {
     errno.EFBIG: "choose an output on a disk that takes larger files, or, of convert, a smaller "
     "--max-shard-size",
     errno.EIO: DISK_FAILED,
+    errno.EEXIST: "move away what is there, then run again",
+    errno.ENOTDIR: "a part of this path is a file; move it away, then run again",
 }
 
 

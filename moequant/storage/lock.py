@@ -33,8 +33,9 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         MoequantError: another run, in this process or another, holds the lock; or locking failed.
     """
     path = folder / "lock"
-    with explained(path, "locked"):
+    with explained(folder, "created"):
         folder.mkdir(parents=True, exist_ok=True)
+    with explained(path, "locked"):
         descriptor = _lock(path)
     if descriptor is None:
         raise MoequantError(f"{folder}: another {what} is running here; wait for it, or stop it")

@@ -154,6 +154,15 @@ def test_the_manifest_of_another_target_is_refused(folder, written, put):
         load_experts(folder, 0)
 
 
+def test_a_prepared_folder_under_another_name_is_told_its_own(folder):
+    renamed = folder.rename(folder.with_name("hopper"))
+    try:
+        with pytest.raises(CheckpointError, match="found sm90; rename the folder to sm90"):
+            load_experts(renamed, 0)
+    finally:
+        renamed.rename(folder)
+
+
 def test_a_layer_that_the_checkpoint_does_not_have_is_stale(folder, written, put):
     entry = {**written["layers"]["0"], "file": "layer-00009.safetensors"}
     put({**written, "layers": {**written["layers"], "9": entry}})

@@ -81,8 +81,12 @@ def test_a_folder_that_is_removed_as_it_is_asked_for_is_another_runs(tmp_path, m
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(MoequantError, match=r"lock: cannot be locked: Not a directory"),
-        exclusive(tmp_path / "file" / "work", "conversion"),
+    for path, said in (
+        ("file/work", r"work: cannot be created: Not a directory; a part of this path is a file"),
+        ("file", r"file: cannot be created: File exists; move away what is there"),
     ):
-        pytest.fail("there is no folder")
+        with (
+            pytest.raises(MoequantError, match=said),
+            exclusive(tmp_path / path, "conversion"),
+        ):
+            pytest.fail("there is no folder")
