@@ -171,8 +171,8 @@ class FusedExperts(nn.Module):
             hidden_scale: of hidden states that come quantized, as the weights' format quantizes
                 them (`moequant.runtime.activations`): float32 multipliers, [M, ceil(H / 128)] or
                 [M, 1].
-            out: where to write the result: [M, H] contiguous, of the result's dtype;
-                `hidden_states` itself, or memory that shares nothing with it.
+            out: where to write the result: [M, H] contiguous, of the result's dtype, in memory that
+                no other argument has.
             workspace: scratch memory instead of the one that all layers share: uint8, contiguous,
                 at least `workspace_bytes`, at a multiple of 16 bytes. It must not be in use by
                 another call.

@@ -157,9 +157,8 @@ class PreparedCheckpoint:
                 f"in CONVERTED/{PREPARED_FOLDER}; move it back, or run moequant prepare again"
             )
         if manifest.target != place.name:
-            remedy = f"rename the folder to {manifest.target}"
-            if place.name in TARGETS:
-                remedy = remedy_of(folder, manifest)
+            rename = f"rename the folder to {manifest.target}"
+            remedy = remedy_of(folder, manifest) if place.name in TARGETS else rename
             raise CheckpointError(
                 f"{folder / MANIFEST_FILE}: target: must be {place.name}, as its folder is called, "
                 f"but found {manifest.target}; {remedy}"
