@@ -33,6 +33,7 @@ from moequant.cli import (
     warm_up,
 )
 from moequant.cli.failures import CommandGroup
+from moequant.cli.torch_import import with_torch
 
 
 @click.group(
@@ -66,7 +67,7 @@ for module in (
     bench,
     demo,
 ):
-    cli.add_command(module.command)
+    cli.add_command(with_torch(module.command))
 
 
 def main() -> None:
