@@ -107,8 +107,8 @@ class BlockScaledGemms(ABC):
             self.act,
             self.act_fn,
             routing.row_of_pair,
-            routing.row_end,
             bias=self.tensors.get("w13_bias"),
+            row_end=routing.row_end,
         )
         self._quantize(self.act, self.act_codes, "w2", topk=None)
         self.multiply("w2", self.act_codes, self.y)

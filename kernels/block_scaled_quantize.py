@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.codes import decode_e4m3, encode_e4m3_byte
 from moequant.kernels.portable.portable_grouped_gemm import has_native_e4m3
 from moequant.kernels.routing import Grouping, SortedRouting, local_expert, map_size, max_rows
@@ -157,7 +157,9 @@ def place_scales(
     pairs, experts = topk_ids.numel(), grouping.experts
     overlap = overlaps_launches(topk_ids.device)
     # Offsets are wanted without any pair, too.
-    place_scale_rows[(max(triton.cdiv(pairs, _PLACED_PAIRS), 1),)](
+    launch(
+        place_scale_rows,
+        (max(triton.cdiv(pairs, _PLACED_PAIRS), 1),),
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         routing.row_of_pair,
@@ -175,7 +177,7 @@ def place_scales(
         MAP_SIZE=map_size(expert_map),
         OVERLAP=overlap,
         num_warps=_WARPS,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 
@@ -210,7 +212,9 @@ def quantize_sorted(
     # In the order of pairs, the rows of a token are next to each other and DRAM is read once. In
     # that of rows, those are whose scales share sectors, which DRAM then writes once and whole.
     rows = pairs if topk is not None and topk > 1 else routing.pair_of_row.shape[0]
-    quantize_row[(rows,)](
+    launch(
+        quantize_row,
+        (rows,),
         x,
         out.codes,
         out.scale,
@@ -233,7 +237,7 @@ def quantize_sorted(
         NATIVE=has_native_e4m3(x.device),
         OVERLAP=overlap,
         num_warps=warps,
-        launch_pdl=overlap,
+        overlap=overlap,
         maxnreg=_REGISTERS,
         # Products are rounded before anything is added to them.
         enable_fp_fusion=False,

@@ -92,6 +92,28 @@ def _check(result: int, what: str) -> None:
     )
 
 
+def _driver_in_context() -> ctypes.CDLL:
+    """The driver, with a context of the current device current in this thread.
+
+    CUDA's runtime makes one current where it launches or allocates; a new thread may have done
+    neither, as torch's allocator often has memory at hand.
+
+    Raises:
+        MoequantError: the driver has no context for the device.
+    """
+    lib = _driver()
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    _check(lib.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if context.value is None:
+        _check(lib.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()), "cuDeviceGet")
+        # The runtime's and torch's own, which stays as long as the process.
+        _check(
+            lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain"
+        )
+        _check(lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    return lib
+
+
 def compile_cubin(source: str, defines: dict[str, int]) -> bytes:
     """Machine code of `source` for SM90 with macros `defines`; from the disk cache if it is there.
 
@@ -165,7 +187,7 @@ class Kernel:
         )
         count = ctypes.c_int()
         _check(
-            _driver().cuOccupancyMaxActiveClusters(
+            _driver_in_context().cuOccupancyMaxActiveClusters(
                 ctypes.byref(count), self.function, ctypes.byref(config)
             ),
             "cuOccupancyMaxActiveClusters",
@@ -174,8 +196,8 @@ class Kernel:
 
     @staticmethod
     def load(cubin: bytes, name: str, *, threads: int, shared_bytes: int, cluster: int) -> Kernel:
-        """Load `name` from `cubin` into the current context."""
-        lib = _driver()
+        """Load `name` from `cubin` for the current device."""
+        lib = _driver_in_context()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(lib.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         _check(

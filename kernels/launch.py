@@ -73,7 +73,7 @@ def launch(
             bytes, are 1, or are multiples of 16 is all that Triton compiles for.
         num_warps: of a program.
         overlap: whether it may start before the kernel in front has ended.
-        constants: the constexpr.
+        constants: the constexpr, and options of Triton's compiler such as `maxnreg`.
 
     Returns:
         The launch, to be repeated; None in the interpreter and with older versions of Triton.

@@ -327,9 +327,8 @@ def place_chunk(
     start = tl.cumsum(room, 0) - room
     if chunk == 0:
         tl.store(row_end + bins, start + total, mask=bins < E)
-        write_tiles(
-            tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS
-        )  # fmt: skip
+        write_tiles(tiles, tile_count, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS)
+        tl.store(units_taken + tl.arange(0, 2), tl.zeros([2], tl.int32))
     index = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + index
     expert = local_expert(topk_ids, expert_map, pair, pair < pairs, E, MAP_SIZE)
@@ -350,7 +349,6 @@ def place_chunk(
 def write_tiles(
     tiles,
     tile_count,
-    units_taken,
     start,
     total,
     bins,
@@ -364,7 +362,6 @@ def write_tiles(
     needed = whole + (rest > tl.where(whole > 0, EXTRA_ROWS, 0)).to(tl.int32)
     end = tl.cumsum(needed, 0)
     tl.store(tile_count, tl.sum(needed, 0))
-    tl.store(units_taken + tl.arange(0, 2), tl.zeros([2], tl.int32))
     first = tiles + (end - needed) * FIELDS
     for i in range(tl.max(needed, 0)):
         live = i < needed

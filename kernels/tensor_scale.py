@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import scale_of
-from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,9 @@ class TensorScale:
         programs = min(rows, _PROGRAMS)
         overlap = overlaps_launches(x.device)
         if programs:
-            find_largest[(programs,)](
+            launch(
+                find_largest,
+                (programs,),
                 x,
                 self.largest,
                 x if row_of_pair is None else row_of_pair,
@@ -88,16 +90,18 @@ class TensorScale:
                 BLOCK=min(_BLOCK, triton.next_power_of_2(x.shape[1])),
                 OVERLAP=overlap,
                 num_warps=8,
-                launch_pdl=overlap,
+                overlap=overlap,
             )
-        find_scale[(1,)](
+        launch(
+            find_scale,
+            (1,),
             self.largest,
             self.value,
             programs,
             PROGRAMS=_PROGRAMS,
             OVERLAP=overlap,
             num_warps=4,
-            launch_pdl=overlap,
+            overlap=overlap,
         )
         return self.value
 

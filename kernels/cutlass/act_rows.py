@@ -29,9 +29,9 @@ def act_rows(
     out: Tensor,
     act: ActFn,
     row_of_pair: Tensor,
-    row_end: Tensor,
     *,
     bias: Tensor | None = None,
+    row_end: Tensor | None = None,
 ) -> None:
     """Compute the rows in use; others are not written.
 
@@ -40,10 +40,11 @@ def act_rows(
         out: float32 [rows, I] contiguous, written.
         act: the function.
         row_of_pair: [M * T] int32, the rows in use, -1 for none.
-        row_end: [E] int32, the row behind the last of each expert.
         bias: float32 [E, columns of gate_up] contiguous.
+        row_end: with a bias, [E] int32, the row behind the last of each expert.
     """
-    pairs, I, E = row_of_pair.shape[0], out.shape[1], row_end.shape[0]
+    pairs, I = row_of_pair.shape[0], out.shape[1]
+    E = 0 if row_end is None else row_end.shape[0]
     if pairs == 0:
         return
     block = min(triton.next_power_of_2(I), _BLOCK)
@@ -54,11 +55,11 @@ def act_rows(
         gate_up,
         out,
         row_of_pair,
-        row_end,
-        row_end if bias is None else bias,
+        row_of_pair if row_end is None else row_end,
+        row_of_pair if bias is None else bias,
         I=I,
         E=E,
-        E_PAD=triton.next_power_of_2(E),
+        E_PAD=triton.next_power_of_2(max(E, 1)),
         **constants_of(act),
         BIAS=bias is not None,
         BLOCK=block,

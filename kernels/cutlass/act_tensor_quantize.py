@@ -53,7 +53,6 @@ class ActTensorQuantize:
         act: ActFn,
         *,
         row_of_pair: Tensor,
-        row_end: Tensor,
     ) -> None:
         """Quantize act(gate, up) for the rows in use; others are not written.
 
@@ -63,9 +62,8 @@ class ActTensorQuantize:
             scale: written.
             act: the function.
             row_of_pair: [pairs] int32, the rows in use, -1 for none.
-            row_end: [E] int32, the row behind the last of each expert.
         """
-        act_rows(gate_up, self.act, act, row_of_pair, row_end)
+        act_rows(gate_up, self.act, act, row_of_pair)
         rows = Rows(scheme="fp8_token", qdata=codes.view(torch.uint8), scale=scale[:, None])
         static = self.scale.find(self.act, row_of_pair=row_of_pair)
         quantize_rows(self.act, rows, row_of_pair=row_of_pair, static=static)

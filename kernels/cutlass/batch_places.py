@@ -54,7 +54,7 @@ def place_batches(
         row_end=ints(E),
         tiles=ints(E * -(-capacity // TILE_ROWS), TILE_FIELDS),
         tile_count=ints(1),
-        units_taken=ints(2),
+        units_taken=ints(0),
         counts=ints(0),
     )
     places = ScalePlaces.allocate(rows, E, empty=empty)
@@ -62,7 +62,6 @@ def place_batches(
         counts,
         routing.tiles,
         routing.tile_count,
-        routing.units_taken,
         capacity=capacity,
         tile_rows=TILE_ROWS,
     )

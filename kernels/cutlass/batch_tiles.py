@@ -18,7 +18,6 @@ def batch_tiles(
     counts: Tensor,
     tiles: Tensor,
     tile_count: Tensor,
-    unused: Tensor,
     *,
     capacity: int,
     tile_rows: int,
@@ -29,7 +28,6 @@ def batch_tiles(
         counts: [E] int32, at least 0; more than `capacity` counts as that.
         tiles: [E * ceil(capacity / tile_rows), TILE_FIELDS] int32, written.
         tile_count: [1] int32, written.
-        unused: [2] int32, written: work counters of other kernels.
         capacity: C; expert e has rows e * C on.
         tile_rows: most rows of a tile.
     """
@@ -41,7 +39,6 @@ def batch_tiles(
         counts,
         tiles,
         tile_count,
-        unused,
         capacity,
         E=E,
         E_PAD=triton.next_power_of_2(E),
@@ -58,7 +55,6 @@ def write_batch_tiles(
     counts,
     tiles,
     tile_count,
-    unused,
     capacity,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -70,4 +66,4 @@ def write_batch_tiles(
     wait_for_inputs(OVERLAP)
     e = tl.arange(0, E_PAD)
     total = tl.minimum(tl.load(counts + e, mask=e < E, other=0), capacity)
-    write_tiles(tiles, tile_count, unused, e * capacity, total, e, TILE_ROWS, 0, FIELDS)
+    write_tiles(tiles, tile_count, e * capacity, total, e, TILE_ROWS, 0, FIELDS)

@@ -86,11 +86,8 @@ class CutlassPlan(Fp8Plan):
     def activate(self) -> None:
         """See `Fp8Plan.activate`."""
         rows = (self.gate_up, self.act, self.act_scale, self.act_fn)
-        row_of_pair, row_end = self.routing.row_of_pair, self.routing.row_end
-        if self._between is None:
-            act_quantize(*rows, row_of_pair=row_of_pair)
-        else:
-            self._between(*rows, row_of_pair=row_of_pair, row_end=row_end)
+        run = act_quantize if self._between is None else self._between
+        run(*rows, row_of_pair=self.routing.row_of_pair)
 
 
 def batched_experts(
@@ -126,31 +123,29 @@ def batched_experts(
     if y.numel() == 0:
         return y
     tiles = empty(E * -(-C // variant.tile_rows), TILE_FIELDS, dtype=torch.int32)
-    tile_count, unused = empty(1, dtype=torch.int32), empty(2, dtype=torch.int32)
+    tile_count = empty(1, dtype=torch.int32)
     gate_up = empty(E * C, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)
     act = empty(E * C, I, dtype=torch.float8_e4m3fn)
     act_scale = empty(E * C, dtype=torch.float32)
     x, x_scale, rows = qdata.view(E * C, H), scale.view(E * C), y.view(E * C, H)
     with on(qdata.device):
-        batch_tiles(counts, tiles, tile_count, unused, capacity=C, tile_rows=variant.tile_rows)
+        batch_tiles(counts, tiles, tile_count, capacity=C, tile_rows=variant.tile_rows)
         stream = stream_of(qdata.device)
         gemm_of(variant, tensors, "w13", x, x_scale, tiles, tile_count, gate_up)(stream)
         if tensor_scale:
             between = ActTensorQuantize.allocate(E * C, I, empty=empty)
-            used, end = _used_rows(counts, C)
-            between(gate_up, act, act_scale, act_fn, row_of_pair=used, row_end=end)
+            between(gate_up, act, act_scale, act_fn, row_of_pair=_used_rows(counts, C))
         else:
             act_quantize(gate_up, act, act_scale, act_fn, counts=counts)
         gemm_of(variant, tensors, "w2", act, act_scale, tiles, tile_count, rows)(stream)
     return y
 
 
-def _used_rows(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The rows of batches as of sorted pairs: [E * C] int32, -1 for none, and [E], their ends."""
+def _used_rows(counts: Tensor, capacity: int) -> Tensor:
+    """The rows of batches as of sorted pairs: [E * C] int32, -1 for none."""
     place = torch.arange(capacity, dtype=torch.int32, device=counts.device)
     first = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device) * capacity
-    rows = torch.where(place < counts[:, None], first[:, None] + place, -1)
-    return rows.flatten(), first + counts
+    return torch.where(place < counts[:, None], first[:, None] + place, -1).flatten()
 
 
 def gemm_of(

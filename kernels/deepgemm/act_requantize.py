@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import quantize_groups
-from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.act_fn import activated, constants_of
 from moequant.kernels.weighted_reduce import expert_of_row
 
@@ -58,7 +58,9 @@ def act_requantize(
     overlap = overlaps_launches(gate_up.device)
     I = rows.shape[-1]
     E = 0 if row_end is None else row_end.shape[0]
-    act_requantize_rows[(programs, triton.cdiv(I, 128 * _GROUPS_A_PROGRAM))](
+    launch(
+        act_requantize_rows,
+        (programs, triton.cdiv(I, 128 * _GROUPS_A_PROGRAM)),
         gate_up,
         rows,
         scale,
@@ -78,7 +80,7 @@ def act_requantize(
         NATIVE=not INTERPRETED,
         OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 

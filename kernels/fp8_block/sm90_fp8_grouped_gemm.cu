@@ -60,6 +60,9 @@ __device__ __forceinline__ float scale_of(float amax) {
   return scale == 0.f ? 1.f : scale;
 }
 
+// The reciprocal of a smaller scale would be Inf, and make NaN of 0.
+__device__ __forceinline__ float inverse_of(float scale) { return __fdividef(1.f, fmaxf(scale, 1.2e-38f)); }
+
 // Rows of block 0 or 1 of a unit's weights that are not padding; those that are loaded, 64 at a time.
 constexpr bool RAGGED = N_REAL % (GATED ? 128 : 256) != 0;
 __device__ __forceinline__ int real_rows(int n, int block) {
@@ -144,7 +147,7 @@ __device__ __forceinline__ void finish_few(float (&sum)[2][N / 2], u8* smem, con
       float amax = amax_of[first_warp * N + token];
 #pragma unroll
       for (int w = 1; w < WARPS; ++w) amax = fmaxf(amax, amax_of[(first_warp + w) * N + token]);
-      const float scale = scale_of(amax), inverse = __fdividef(1.f, scale);
+      const float scale = scale_of(amax), inverse = inverse_of(scale);
 #pragma unroll
       for (int b = 0; b < GROUPS; ++b) {
         const u16 codes = pack_e4m3(sum[b][i * 4 + j] * inverse, sum[b][i * 4 + j + 2] * inverse);
@@ -385,7 +388,7 @@ __device__ __forceinline__ void many_rows(const Unit& unit, Worker& at, const Ou
       amax1 = fmaxf(amax1, __shfl_xor_sync(~0u, amax1, x));
     }
     const float scale0 = scale_of(amax0), scale1 = scale_of(amax1);
-    const float inverse0 = __fdividef(1.f, scale0), inverse1 = __fdividef(1.f, scale1);
+    const float inverse0 = inverse_of(scale0), inverse1 = inverse_of(scale1);
     if (quad < 2 && first + r + quad * 8 < unit.rows)
       out.scale[(long long)n * out.scale_stride + unit.row + first + r + quad * 8] = quad ? scale1 : scale0;
     u8* staging = smem + staging_of(b);
@@ -431,7 +434,6 @@ struct Fp8Blocks {
   const int* pair_of_row;
   Output out;
 
-  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
   __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
     const int x_rows = GATHER ? 0 : rows_of(class_of(unit.rows)) + (unit.rows > ROWS ? EXTRA : 0);
     barrier_expect(bar, (loaded_rows(unit.n, 0) + loaded_rows(unit.n, 1) + x_rows) * 128);

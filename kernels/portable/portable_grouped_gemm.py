@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import scale_of
-from moequant.kernels.launch import INTERPRETED, overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import INTERPRETED, launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.act_fn import act_fn, constants_of
 from moequant.kernels.portable.codes import (
     decode_e2m1,
@@ -139,7 +139,9 @@ def grouped_gemm(
         return
     w_stride, scale_stride, end_stride, bias_stride = weight.strides
     assert first.strides[:3] == weight.strides[:3], "gate and up lie in tensors of the same strides"
-    experts_gemm[(work.max_tiles * triton.cdiv(N, block_n),)](
+    launch(
+        experts_gemm,
+        (work.max_tiles * triton.cdiv(N, block_n),),
         x.qdata,
         _or(x.scale, x.qdata),
         _or(pair_of_row, work.count),
@@ -185,7 +187,7 @@ def grouped_gemm(
         OVERLAP=overlap,
         num_warps=warps,
         num_stages=stages,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moequant.kernels.fp8_codes import scale_of
-from moequant.kernels.launch import overlaps_launches, wait_for_inputs
+from moequant.kernels.launch import launch, overlaps_launches, wait_for_inputs
 from moequant.kernels.portable.codes import encode_e4m3_byte
 from moequant.kernels.portable.portable_grouped_gemm import has_native_e4m3
 
@@ -49,7 +49,9 @@ def quantize_rows(
         rows = "sorted"
     elif counts is not None:
         rows = "batched"
-    quantize_row[(programs,)](
+    launch(
+        quantize_row,
+        (programs,),
         x,
         out.qdata,
         out.scale,
@@ -65,7 +67,7 @@ def quantize_rows(
         NATIVE=has_native_e4m3(x.device),
         OVERLAP=overlap,
         num_warps=_WARPS,
-        launch_pdl=overlap,
+        overlap=overlap,
     )
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from moequant.cores import available_cores
+from moequant.kernels.calls import MAX_PAIRS
 from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
 from moequant.kernels.sm90.source import read_source, tile_classes, wgmma
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from moequant.act_fn import ActFn
@@ -131,6 +132,7 @@ class GemmConfig(ABC):
             "BIAS": int(self.bias),
             "GATHER": self.gather,
             "ROUTED": int(self.routed),
+            "ROUTED_PAIRS": ROUTED_PAIRS,
             "STAGES": self.stages,
             "SPLIT": self.split,
             "PAIR": 1 + self.pair,
@@ -149,6 +151,12 @@ class GemmConfig(ABC):
             for n in self.classes
         )
         return read_source(self.path).replace("//CLASSES", tile_classes(self.classes) + products)
+
+
+def classes_of(tile_rows: Sequence[int], rows: int) -> list[int]:
+    """Those of `tile_rows` that a tile of at most `rows` is computed as: 8 only with up to 32."""
+    least = 8 if rows <= 32 else 16
+    return [n for n in tile_rows if least <= n <= rows]
 
 
 @cache
@@ -248,6 +256,8 @@ class GroupedGemm:
         own: Callable[[], list[Any]],
     ) -> None:
         assert config.gather or x is not None
+        if config.gather:  # the kernel's offsets of tokens have 32 bits
+            assert MAX_PAIRS // config.gather * config.K * config.x_bytes <= 2**32
         assert out.is_contiguous()
         assert (bias is not None) == config.bias
         assert bias is None or (bias.is_contiguous() and bias.shape == (experts, config.w_rows))

@@ -14,7 +14,7 @@ struct Work {
 // The kernel of a family of grouped GEMMs. A persistent CTA works through units, the next free one each time, as units
 // differ in cost: a tile of rows times 256 weight rows. One thread fills the ring of stages, the other warps beside it
 // gather tokens or bring scales, and two warpgroups multiply. A CTA ends when all that others of its cluster write to it
-// has arrived: what arrives at a CTA that has ended is a fault. A family has
+// has arrived: what arrives at a CTA that has ended is a fault. A family has its `x_maps`, and
 //   load_weights(unit, k, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
 //   load_x(unit, x_map, k, stage, bar)       of its tokens, where they are not gathered
 //   bring_scales(unit, k_begin, k_end, ..)   one warp's, if SCALE_WARPS is 1
@@ -77,7 +77,7 @@ __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Ro
         // SPLIT CTAs would have to agree; their units are few and alike.
         if (SPLIT == 1 && rank == 0) next = unit_stride + atomicAdd(work.units_taken, 1);
         queue.push(unit);
-        const TensorMap* x_map = family.x_map(unit);
+        const TensorMap* x_map = &family.x_maps.of[class_of(unit.rows)];
         for (int k = k_begin; k < k_end; ++k) {
           if (ahead > 0) {
             --ahead;

@@ -568,9 +568,8 @@ def prepare_few(
             total = tl.histogram(tl.minimum(of, E_PAD - 1), E_PAD, mask=of < E)
             start = tl.cumsum(total, 0) - total
             bins = tl.arange(0, E_PAD)
-            write_tiles(
-                tiles, tile_count, units_taken, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS
-            )  # fmt: skip
+            write_tiles(tiles, tile_count, start, total, bins, TILE_ROWS, EXTRA_ROWS, FIELDS)
+            tl.store(units_taken + tl.arange(0, 2), tl.zeros([2], tl.int32))
     else:
         t = tl.arange(0, TOPK_PAD)
         pair = token * TOPK + t

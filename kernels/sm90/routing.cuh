@@ -13,11 +13,13 @@ __device__ __forceinline__ int local_expert(const Routing& routing, int pair) {
   return expert >= 0 && expert < routing.experts ? (int)expert : routing.experts;
 }
 
+static_assert(ROUTED_PAIRS == 32, "a lane of one warp has one pair");
+
 // One warp makes the tiles that the sort in front makes, to have the weights come before that has ended.
 __device__ __forceinline__ void make_tiles(const Routing& routing, int4* tiles, int* count, int lane) {
   const int expert = local_expert(routing, lane);
   int row = 0, place = 0, rows = 0;
-  for (int other = 0; other < 32; ++other) {
+  for (int other = 0; other < ROUTED_PAIRS; ++other) {
     const int of = __shfl_sync(~0u, expert, other);
     row += of < expert || (of == expert && other < lane);
     place += of == expert && other < lane;
@@ -26,7 +28,7 @@ __device__ __forceinline__ void make_tiles(const Routing& routing, int4* tiles, 
   const bool begins = expert < routing.experts && place % ROWS == 0;
   const u32 all = __ballot_sync(~0u, begins);
   int index = 0;
-  for (int other = 0; other < 32; ++other) {
+  for (int other = 0; other < ROUTED_PAIRS; ++other) {
     const int their_row = __shfl_sync(~0u, row, other);
     index += (all >> other & 1) && their_row < row;
   }

@@ -7,12 +7,12 @@
 // UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
 // PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half of these
 // for both. GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
-// EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from the ids.
+// EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from the ids of at most
+// ROUTED_PAIRS pairs.
 
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
 constexpr int CLUSTER = SPLIT * PAIR;
-constexpr int ROUTED_PAIRS = 32;
 // Stages of weights that are asked for before the kernel in front has ended. The first tokens come behind them: where
 // these are there soon, as behind `prepare`, more than a few stages would only delay them.
 constexpr int AHEAD = ROUTED && STAGES > 4 ? 4 : STAGES;
@@ -122,9 +122,9 @@ struct Choice {
 };
 
 // A stage is free when all threads that multiply have read it, and those of the other CTA of a pair, whose loads fill it
-// too. The own CTA first: when all have arrived there, the other one may go on and arrive here for its next stage. Where
-// that came before a warp's arrival here, the kernel failed: what a warp's 32 arrivals count at once then went beyond
-// the end of a phase, by all that could be found out.
+// too. A warp arrives in its own CTA first: once all have arrived in the other one, that CTA may go on, and arrive here
+// for its next stage. With the other order it sometimes did so before this warp had arrived here, and the kernel ended in
+// a launch failure; probably a warp's 32 arrivals, which the hardware counts at once, went beyond the end of a phase.
 constexpr int RELEASES = PAIR * MATH_THREADS;
 __device__ __forceinline__ void release(u32 bar) {
   barrier_arrive(bar);

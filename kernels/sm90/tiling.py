@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.errors import MoequantError
+from moequant.kernels.routing import likely_tile_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -164,8 +165,7 @@ class Tilings(ABC):
         """
         pairs = problem.tokens * problem.topk
         mean = pairs / problem.experts
-        likely = mean + 2 * mean**0.5
-        rows = next((rows for rows in self.rows if likely <= rows), self.rows[-1])
+        rows = likely_tile_rows(mean, self.rows)
         busy = min(problem.tokens // 4, self.rows_for_skew)
         rows = max([rows, *(rows for rows in self.rows if rows <= busy)])
         pair = rows in self.pair_rows and mean - 2 * mean**0.5 > 192

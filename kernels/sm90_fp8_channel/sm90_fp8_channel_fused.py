@@ -29,7 +29,7 @@ import torch
 from moequant.kernels.cuda_driver import tensor_map
 from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
+from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +73,7 @@ class Fp8ChannelGemmConfig(GemmConfig):
     @property
     def classes(self) -> list[int]:
         """See `GemmConfig.classes`."""
-        least = 8 if self.rows <= 32 else 16
-        return [n for n in Fp8ChannelTilings.rows if least <= n <= self.rows]
+        return classes_of(Fp8ChannelTilings.rows, self.rows)
 
     @property
     def tail_groups(self) -> int:

@@ -173,7 +173,6 @@ struct Fp8Channel {
   const int* pair_of_row;
   Output out;
 
-  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
   __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
     const bool tail = TAIL_GROUPS > 0 && unit.n == UNITS_N - 1;
     const TensorMap* map = tail ? w_tail_map : w_map;

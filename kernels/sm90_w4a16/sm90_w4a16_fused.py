@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
+from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
 from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90_w4a16.layout import panel_bytes
@@ -56,8 +56,7 @@ class W4a16GemmConfig(GemmConfig):
         """See `GemmConfig.classes`; with more, ptxas waits for each product above 64 rows."""
         if self.rows > 64:
             return [96, 160] if self.rows == 160 else [n for n in (48, 96, 128) if n <= self.rows]
-        least = 8 if self.rows <= 32 else 16
-        return [n for n in W4a16Tilings.rows if least <= n <= self.rows]
+        return classes_of(W4a16Tilings.rows, self.rows)
 
     def _stage_bytes(self) -> int:
         return 2 * panel_bytes(self.format) + self.rows * 128 * self.x_bytes

@@ -15,12 +15,12 @@
 // out), W_ROWS (weight rows an expert), NVFP4.
 
 #include "sm90/ptx.cuh"
+#include "sm90/panel_codes.cuh"
 
 constexpr int SCALE_WARPS = 0, X_PARTS = 2;
 constexpr int MATH_REGISTERS = GATHER > 0 ? 224 : 232, OTHER_REGISTERS = GATHER > 0 ? 56 : 40;  // of a thread
-constexpr int PANELS = (N_OUT + (GATED ? 63 : 127)) / (GATED ? 64 : 128);  // of an expert, the last perhaps half full
 constexpr int SCALES = NVFP4 ? 2 : 1;  // words of scales of a row's 128 columns, a byte each
-constexpr u32 CODE_BYTES = 8192, PANEL_BYTES = CODE_BYTES + 512 * SCALES;
+constexpr u32 PANEL_BYTES = CODE_BYTES + 512 * SCALES;
 constexpr u32 W_BYTES = 2 * PANEL_BYTES;
 constexpr u32 X_PART_BYTES = ROWS * 128, X_BYTES = X_PARTS * X_PART_BYTES;
 constexpr u32 OFF_X = 0;
@@ -60,8 +60,7 @@ struct Packed {
   u32 scale[2][SCALES];
   __device__ __forceinline__ void load(const u8* panel, int block) {
     const int thread = threadIdx.x & 127;
-    codes[0] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + thread * 16);
-    codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
+    load_codes(codes, panel, block, thread);
     const u8* from = panel + CODE_BYTES + (thread / 4 * 2 + block) * 8 * SCALES;
     if constexpr (SCALES == 2) {
       const uint4 all = *(const uint4*)from;
@@ -225,7 +224,6 @@ struct W4a16 {
   const float* factor;
   Output out;
 
-  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
   __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
     load_panels(w, unit, k, base + OFF_W + s * W_BYTES, rank, bar);
   }

@@ -1,3 +1,5 @@
+// The kernel of a source with the stages of stages.cuh and a `run_unit`; KERNEL is its name.
+
 struct W4a8 {
   const u8* w;
   const XMaps& x_maps;
@@ -5,7 +7,6 @@ struct W4a8 {
   const int* pair_of_row;
   Output out;
 
-  __device__ __forceinline__ const TensorMap* x_map(const Unit& unit) const { return &x_maps.of[class_of(unit.rows)]; }
   __device__ __forceinline__ void load_weights(const Unit& unit, int k, u32 base, u32 s, int rank, u32 bar) const {
     load_panels(w, unit, k, base + OFF_W + s * W_BYTES, rank, bar);
   }
@@ -18,3 +19,12 @@ struct W4a8 {
   }
   __device__ __forceinline__ void end(int) const {}
 };
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(
+    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
+    u16* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
+    const __grid_constant__ XMaps x_maps, const u8* __restrict__ w) {
+  extern __shared__ __align__(1024) u8 smem[];
+  W4a8 family{w, x_maps, x_scale, pair_of_row, {out, bias, act}};
+  grouped_gemm(family, {tiles, tile_count, units_taken, x, pair_of_row}, routing, smem);
+}

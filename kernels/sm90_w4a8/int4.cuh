@@ -15,8 +15,7 @@ struct Packed {
   u32 scale;
   __device__ __forceinline__ void load(const u8* panel, int block) {
     const int thread = threadIdx.x & 127;
-    codes[0] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + thread * 16);
-    codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
+    load_codes(codes, panel, block, thread);
     scale = *(const u32*)(panel + CODE_BYTES + thread / 4 * 8 + block * 4);
   }
   // To the A operand of the WGMMA of columns 32 * step on.

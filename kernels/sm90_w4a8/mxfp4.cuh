@@ -24,8 +24,7 @@ struct Packed {
   uint2 scale;
   __device__ __forceinline__ void load(const u8* panel, int block) {
     const int thread = threadIdx.x & 127;
-    codes[0] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + thread * 16);
-    codes[1] = *(const uint4*)(panel + block * (CODE_BYTES / 2) + 2048 + thread * 16);
+    load_codes(codes, panel, block, thread);
     scale = *(const uint2*)(panel + CODE_BYTES + thread / 4 * 16 + block * 8);
   }
   // Keeps a step from being decoded before what is in front.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
+from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
 from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
@@ -66,8 +66,7 @@ class W4a8GemmConfig(GemmConfig):
     @property
     def classes(self) -> list[int]:
         """See `GemmConfig.classes`."""
-        least = 8 if self.rows <= 32 else 16
-        return [n for n in Mxfp4Fp8Tilings.rows if least <= n <= self.rows]
+        return classes_of(Mxfp4Fp8Tilings.rows, self.rows)
 
     @property
     def panel_bytes(self) -> int:

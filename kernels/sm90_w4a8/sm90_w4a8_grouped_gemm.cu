@@ -18,29 +18,13 @@
 // out), W_ROWS (weight rows an expert), MXFP4.
 
 #include "sm90/ptx.cuh"
-
-constexpr int SCALE_WARPS = 0, X_PARTS = 1;
-constexpr int MATH_REGISTERS = 232, OTHER_REGISTERS = 40;  // of a thread
-constexpr int PANELS = (N_OUT + (GATED ? 63 : 127)) / (GATED ? 64 : 128);  // of an expert, the last perhaps half full
-constexpr u32 CODE_BYTES = 8192;  // of a panel
+#include "sm90/panel_codes.cuh"
 #if MXFP4
 #include "sm90_w4a8/mxfp4.cuh"
 #else
 #include "sm90_w4a8/int4.cuh"
 #endif
-constexpr u32 W_BYTES = 2 * PANEL_BYTES;
-constexpr u32 X_BYTES = ROWS * 128;
-constexpr u32 OFF_X = 0;
-constexpr u32 OFF_W = STAGES * X_BYTES;
-constexpr u32 OFF_FULL = OFF_W + STAGES * W_BYTES;
-constexpr u32 SCRATCH_BYTES = 0;
-
-//CLASSES
-
-#include "sm90/schedule.cuh"
-#include "sm90/activation.cuh"
-#include "sm90/panels.cuh"
-#include "sm90/token_scales.cuh"
+#include "sm90_w4a8/stages.cuh"
 
 template <int ACC>
 __device__ __forceinline__ void promote(float (&to)[ACC], float (&d)[ACC], float2 by) {
@@ -209,12 +193,5 @@ __device__ __forceinline__ void run_unit(const Unit& unit, Worker& at, const flo
 
 #include "sm90/pipeline.cuh"
 
+#define KERNEL sm90_w4a8_grouped_gemm
 #include "sm90_w4a8/family.cuh"
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_w4a8_grouped_gemm(
-    const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
-    u16* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
-    const __grid_constant__ XMaps x_maps, const u8* __restrict__ w) {
-  extern __shared__ __align__(1024) u8 smem[];
-  W4a8 family{w, x_maps, x_scale, pair_of_row, {out, bias, act}};
-  grouped_gemm(family, {tiles, tile_count, units_taken, x, pair_of_row}, routing, smem);
-}

@@ -45,19 +45,6 @@ def test_termination_ends_a_command_as_an_interrupt_does(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("moequant convert 'A B' C --format w4a8\n")
 
 
-def test_an_interrupt_while_torch_imports_numpy_is_not_lost(tmp_path):
-    (tmp_path / "numpy.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nraise ImportError\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "moequant", "recipes"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nError: interrupted\n")
-
-
 @pytest.mark.parametrize("command", [None, *cli.commands])
 def test_every_command_has_help(run, command):
     result = run(*([command] if command else []), "--help")

@@ -28,8 +28,8 @@ def main():
     routing, _ = batch_places.place_batches(counts, C, empty=torch.empty)
     floats = partial(torch.zeros, dtype=torch.float32)
     gate_up = torch.zeros(E * C, 2 * I, dtype=torch.bfloat16)
-    where = routing.row_of_pair, routing.row_end
-    act_rows.act_rows(gate_up, floats(E * C, I), SWIGLUOAI, *where, bias=floats(E, 2 * I))
+    where = {"row_of_pair": routing.row_of_pair, "row_end": routing.row_end}
+    act_rows.act_rows(gate_up, floats(E * C, I), SWIGLUOAI, **where, bias=floats(E, 2 * I))
 
 
 if __name__ == "__main__":

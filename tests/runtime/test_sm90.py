@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -580,6 +581,20 @@ def test_nan_stays_in_its_own_token(weights, inputs, format):
 
 
 @gpu
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("M", [6, 700])
+def test_no_result_is_too_small_for_its_scale(weights, inputs, format, M):
+    """Between the GEMMs are about size**2 / 2: the reciprocal of such a scale may be Inf."""
+    shape = ODD[format]
+    hidden, *routing = inputs(shape, M)
+    for size in (1e-17, 1e-18, 1e-19, 1e-20):
+        got = experts(format, weights(format, shape))(hidden * size, *routing)
+        assert bool(got.isfinite().all()), size
+        # SiLU(gate) * up is that small, and the weights of w2 and of the router add it up.
+        assert got.abs().max() <= size**2 * shape[2], size
+
+
+@gpu
 @every_format
 @pytest.mark.parametrize(("shape", "M"), [("small", 1), ("odd", 33), ("qwen3-30b", 512)])
 def test_runs_of_one_call_are_bitwise_equal(weights, inputs, format, shape, M):
@@ -959,6 +974,21 @@ def test_a_captured_call_is_replayed_on_new_inputs(weights, inputs, format, shap
         module(*inputs(shape, 2 * M + 1))
         graph.replay()
         assert torch.equal(out, module(*new))
+
+
+@gpu
+@every_format
+@pytest.mark.parametrize("M", [1, 300])
+def test_a_new_thread_may_load_the_kernels(weights, inputs, format, M):
+    from moequant.kernels.sm90 import grouped_gemm
+
+    call = inputs(SMALL, M)
+    want = experts(format, weights(format, SMALL))(*call)
+    grouped_gemm._kernel.cache_clear()
+    grouped_gemm._clusters.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(experts(format, weights(format, SMALL)), *call).result()
+    assert torch.equal(got, want)
 
 
 @gpu

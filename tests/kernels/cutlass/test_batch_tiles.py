@@ -14,8 +14,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 def test_tiles_cover_each_expert_s_rows_in_use():
     counts = torch.tensor([3, 0, 20, 99, 8], dtype=torch.int32, device=DEVICE)
     tiles = torch.full((5 * 3, 4), -7, dtype=torch.int32, device=DEVICE)
-    tile_count, unused = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (1, 2))
-    batch_tiles(counts, tiles, tile_count, unused, capacity=20, tile_rows=8)
+    tile_count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    batch_tiles(counts, tiles, tile_count, capacity=20, tile_rows=8)
     want = [
         [0, 0, 3],
         *([2, 40, 8], [2, 48, 8], [2, 56, 4]),

@@ -173,7 +173,8 @@ def test_a_source_is_whole(weights_of):
         source = config.source()
         assert "#include" not in source
         assert "//CLASSES" not in source
-        assert f"{config.path.stem}(" in source
+        name = config.path.stem
+        assert f"{name}(" in source or f"#define KERNEL {name}\n" in source
         for n in config.classes:
             assert f"m64n{n}k{32 // config.x_bytes}" in source
         assert "rows <= 16 ? 0 : rows <= 32 ? 1 : " in source
@@ -204,7 +205,7 @@ def launches(monkeypatch):
 
 def kernel_parameters(source):
     """Types of the parameters of the one kernel of a source."""
-    (text,) = re.findall(r'extern "C".*?_grouped_gemm\((.*?)\) \{', source, re.DOTALL)
+    (text,) = re.findall(r'extern "C".*?(?:_grouped_gemm|KERNEL)\((.*?)\) \{', source, re.DOTALL)
     text = re.sub(r"__restrict__|__grid_constant__|const\b", "", text)
     return ["".join(part.split()[:-1]) for part in text.split(",")]
 

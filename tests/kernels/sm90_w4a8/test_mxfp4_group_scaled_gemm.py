@@ -108,7 +108,7 @@ def kernel(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("needs g++")
     source = config().source()
-    panel = part(source, "constexpr u32 PANEL_BYTES", r"constexpr u32 W_BYTES")
+    panel = part(source, "// The 64 codes that a thread of", r"constexpr u32 W_BYTES")
     of_gpu = part(panel, r"__device__ __forceinline__ u32 select_bytes", r"// E4M3 bits")
     unit = part(panel, "constexpr float CODE_UNIT", "__device__")
     code = [
