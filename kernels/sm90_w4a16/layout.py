@@ -13,11 +13,13 @@ the A operands of m64k16.
              row f + 8, columns 2 * quad + 8: 11 to 9, 14
     scales   bytes [warp 4][f 8][block 2][half 2][group], of rows f and f + 8 of a block
              NVFP4: five bits of exponent, bias 22, then three of mantissa
-             MXFP4: 253 + exponent - the largest of the expert
+             MXFP4: 253 + exponent - the largest of the expert that is not NaN
+             NaN: 255, which is NaN (NVFP4) or Inf (MXFP4) to the kernel
     factor   float32 [E, 1], or [E, 2] of gate and up: 2 ** 7 times NVFP4's global scale, or MXFP4's
              largest scale
 
-A group of NVFP4 whose scale is 0 has codes of 0. Columns behind the last are zeros.
+A group of NVFP4 whose scale is 0 has codes of 0, and one of MXFP4 whose scale is NaN, too: 0 times
+Inf is NaN. The sign of an NVFP4 scale is in the codes. Columns behind the last are zeros.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moequant.errors import DoesNotFitError
 from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
@@ -63,6 +66,9 @@ def pack(weights: Sequence[Weight]) -> tuple[Tensor, Tensor]:
 
     Returns:
         [E, panels, ceil(K / 128), panel_bytes] uint8, and the factors [E, weights] float32.
+
+    Raises:
+        DoesNotFitError: a global scale is so large that its factor is none in float32.
     """
     prepared = [_prepare(*weight) for weight in weights]
     codes, scales, factors = zip(*prepared, strict=True)
@@ -91,18 +97,39 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, and bytes of scales [E, N, blocks, groups], of whole blocks, and the factor [E]."""
     qdata = whole_blocks(qdata, PANEL_COLUMNS // 2)
+    bits = scale.view(torch.uint8)
     if global_scale is None:
-        exponent = scale.view(torch.uint8).int()
-        largest = exponent.flatten(1).amax(1)
-        byte = (253 + exponent - largest[:, None, None]).clamp(min=1).to(torch.uint8)
-        return qdata, _by_block(byte, PANEL_COLUMNS // 32), torch.exp2(largest.float() - 127)
-    value = scale.float()
+        exponent, nan = bits.int(), bits == 255
+        largest = exponent.masked_fill(nan, 0).flatten(1).amax(1)
+        byte = (253 + exponent - largest[:, None, None]).clamp(min=1)
+        byte = _by_block(byte.masked_fill(nan, 255).to(torch.uint8), PANEL_COLUMNS // 32)
+        qdata = qdata.masked_fill(_of_codes(byte == 255, 16), 0)
+        return qdata, byte, torch.exp2(largest.float() - 127)
+    value = scale.float().abs()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
-    byte = _by_block(byte, PANEL_COLUMNS // 16)
-    qdata = torch.where((byte == 0).flatten(-2).repeat_interleave(8, -1), 0, qdata)
-    return qdata, byte, global_scale.float() * _UNIT
+    byte, signs = (_by_block(x, PANEL_COLUMNS // 16) for x in (byte, (bits >> 7) * 0x88))
+    qdata = (qdata ^ _of_codes(signs, 8)).masked_fill(_of_codes(byte == 0, 8), 0)
+    return qdata, byte, _factor(global_scale.float())
+
+
+def _factor(global_scale: Tensor) -> Tensor:
+    factor = global_scale * _UNIT
+    lost = factor.isinf() & global_scale.isfinite()
+    if lost.device.type != "meta" and bool(lost.any()):
+        expert = int(lost.nonzero()[0])
+        raise DoesNotFitError(
+            f"the global scale of expert {expert} is {float(global_scale[expert]):.3g}, but panels "
+            f"for products with bfloat16 hold less than {2.0**128 / _UNIT:.3g}; name another "
+            "backend, such as triton"
+        )
+    return factor
+
+
+def _of_codes(of_group: Tensor, code_bytes: int) -> Tensor:
+    """[E, N, blocks, groups] as [E, N, K / 2], for each byte of a group's codes."""
+    return of_group.flatten(-2).repeat_interleave(code_bytes, -1)
 
 
 def _by_block(byte: Tensor, groups: int) -> Tensor:
@@ -117,7 +144,7 @@ def _scales(byte: Tensor, factor: Tensor, K: int) -> tuple[Tensor, Tensor | None
     byte = byte.flatten(-2)[..., : groups * K // PANEL_COLUMNS].contiguous()
     if groups == PANEL_COLUMNS // 32:
         largest = torch.frexp(factor)[1] - 1 + 127
-        exponent = byte.int() - 253 + largest[:, None, None]
+        exponent = (byte.int() - 253 + largest[:, None, None]).masked_fill(byte == 255, 255)
         return exponent.to(torch.uint8).view(torch.float8_e8m0fnu), None
     value = (1 + (byte & 7).float() / 8) * torch.exp2((byte >> 3).float() - _BIAS)
     value = torch.where(byte == 0, 0.0, torch.where(byte == 255, torch.nan, value))

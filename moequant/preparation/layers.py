@@ -17,7 +17,7 @@ from moequant.runtime.packing import scheme_of
 from moequant.runtime.prepared import expected
 from moequant.runtime.prepared_manifest import (
     PreparedLayer,
-    add_input_scales,
+    add_of_layer,
     add_originals,
     layer_file,
 )
@@ -164,7 +164,7 @@ def packed_experts(
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of each expert of a layer, [1, ...], as `layout` packs them.
 
-    The portable weights and scales they are made from are added to `digest`.
+    The portable biases, scales and weights they are made from are added to `digest`.
 
     Args:
         converted: the portable weights.
@@ -183,7 +183,8 @@ def packed_experts(
     biases = converted.read_biases(layer) or {}
     act_fn = act_fn_of(converted, layer)
     scales = converted.read_input_scales(layer, range(moe.experts)) if static else {}
-    add_input_scales(digest, scales)
+    add_of_layer(digest, biases)
+    add_of_layer(digest, scales)
     of_experts = {**{f"{p}_bias": bias for p, bias in biases.items()}, **scales}
 
     def packed(expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:

@@ -18,7 +18,12 @@ from moequant.progress import SilentProgress
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.runtime.layer_reader import act_fn_of
 from moequant.runtime.packing import check_activations
-from moequant.runtime.prepared_manifest import Manifest, is_prepared_file, read_manifest
+from moequant.runtime.prepared_manifest import (
+    Manifest,
+    check_no_link,
+    is_prepared_file,
+    read_manifest,
+)
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.lock import exclusive
@@ -194,7 +199,7 @@ def _write(
             for layer, (candidates, scheme) in layouts.items()
         }
     manifest = Manifest(
-        schema_version=5,
+        schema_version=6,
         moequant=__version__,
         target=target,
         originals=originals,
@@ -207,13 +212,8 @@ def _write(
 
 def _check_replaceable(folder: Path) -> None:
     """Ask, before weights are read, whether what is there is a folder, which alone is replaced."""
-    if folder.parent.is_symlink():
-        raise MoequantError(
-            f"{folder.parent}: is a symbolic link, but a prepared folder is read only where it was "
-            "written, in the checkpoint's folder; replace it by a folder and run moequant prepare "
-            "again"
-        )
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+    check_no_link(folder)
+    if folder.exists() and not folder.is_dir():
         raise MoequantError(
             f"{folder}: exists and is not a folder; remove it and run moequant prepare again"
         )

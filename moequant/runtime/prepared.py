@@ -18,7 +18,7 @@ from moequant.errors import CheckpointError, MoequantError
 from moequant.runtime.backends import TARGETS, backends
 from moequant.runtime.prepared_manifest import (
     Manifest,
-    add_input_scales,
+    add_of_layer,
     add_originals,
     read_manifest,
 )
@@ -249,22 +249,24 @@ class PreparedCheckpoint:
         """Refuse a layer made from other weights than the checkpoint has now.
 
         Files of the same size and modification time are taken to be the same. If only the times
-        differ, as after a copy or a download, the layer's portable weights and scales are read and
-        their digest decides.
+        differ, as after a copy or a download, the layer's portable tensors are read and their
+        digest decides.
         """
         if self.converted.checkpoint.file_state() == self.manifest.originals:
             return
         self._check_sizes(layer)
         digest = hashlib.sha256()
         moe = self.converted.moe
+        add_of_layer(digest, self.converted.read_biases(layer) or {})
         if entry.has_input_scales:
-            scales = self.converted.read_input_scales(layer, range(moe.experts))
-            add_input_scales(digest, scales)
+            add_of_layer(digest, self.converted.read_input_scales(layer, range(moe.experts)))
         for expert in range(moe.experts):
             weights = (self.converted.read_expert(layer, expert, p) for p in moe.projections)
             add_originals(digest, weights)
         if digest.hexdigest() != entry.originals_sha256:
-            raise self._stale(layer, "the checkpoint has other weights or static scales now")
+            raise self._stale(
+                layer, "the checkpoint has other weights, biases or static scales now"
+            )
 
     def _check_sizes(self, layer: int) -> None:
         now, then = (

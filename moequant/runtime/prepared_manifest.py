@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -31,7 +33,6 @@ from moequant.storage.reader import FixedFile
 if TYPE_CHECKING:
     import hashlib
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -94,8 +95,8 @@ class PreparedLayer(_Strict):
         activations: the scheme of activations for whose backend they were packed.
         layout: name of the layout of the tensors.
         layout_version: version of that layout.
-        originals_sha256: digest over the bytes of the portable tensors it was made from: static
-            scales of activations, if it has them, and weights.
+        originals_sha256: digest over the bytes of the portable tensors it was made from: biases and
+            static scales of activations, if it has them, and weights.
     """
 
     file: _Name
@@ -134,7 +135,7 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[5]
+    schema_version: Literal[6]
     moequant: _Name
     target: _Known
     originals: dict[str, Annotated[list[_Time], Field(min_length=2, max_length=2)]]
@@ -181,12 +182,30 @@ def prepared_folders(checkpoint: Path) -> list[Path]:
     return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
+def check_no_link(folder: Path) -> None:
+    """Refuse a prepared folder that is a symbolic link or lies in one: it may be another checkpoint's.
+
+    Raises:
+        CheckpointError: the folder, or its parent, is a link.
+    """
+    place = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
+    for path in (place.parent, place):
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path}: is a symbolic link, but a prepared folder is read only where it was "
+                "written, in the checkpoint's folder; replace it by a folder and run moequant "
+                "prepare again"
+            )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder, which may have been edited by hand.
 
     Raises:
-        CheckpointError: there is none, or it is not one of ours; names the place.
+        CheckpointError: there is none, it is not one of ours, or the folder is a link; names the
+            place.
     """
+    check_no_link(folder)
     path = folder / MANIFEST_FILE
     remedy = how_to_prepare(folder)
     try:
@@ -223,10 +242,13 @@ def how_to_prepare(folder: Path) -> str:
     )
 
 
-def add_input_scales(digest: hashlib._Hash, scales: Mapping[str, Tensor]) -> None:
-    """Add the static scales of a layer's activations to its digest, before its weights."""
-    for scale in scales.values():
-        digest.update(tensor_bytes(scale))
+def add_of_layer(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
+    """Add a layer's biases, or the static scales of its activations, to its digest.
+
+    Biases come first, then scales, then weights.
+    """
+    for tensor in tensors.values():
+        digest.update(tensor_bytes(tensor.contiguous()))
 
 
 def add_originals(digest: hashlib._Hash, weights: Iterable[QuantizedWeight]) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -80,6 +81,24 @@ def compiles_well(tmp_path):
                 found = re.findall(rf"GMMA\.64x{rows}x(\d+)", sass)
                 # Two blocks of 128 columns; ptxas has left out those of one.
                 assert len(found) >= 2 * 128 // int(found[0]), (config, rows, len(found))
+
+    return check
+
+
+@pytest.fixture
+def agree_in_fp8():
+    """agree_in_fp8(codes, scale, want): as `want`, but for the few ulp of float32 that exp is off.
+
+    Eight ulp are 1e-6, and scales are off by as much. A value that lies that close to the middle of
+    two codes, which are 2**-4 of it or more apart, has the other one: 3 in 100000 values, so that of
+    a few thousand hardly two are such.
+    """
+
+    def check(codes, scale, want):
+        torch.testing.assert_close(scale, want.scale, rtol=1e-6, atol=0)
+        got, wanted = codes.float(), want.qdata.float()
+        assert bool(((got - wanted).abs() <= 0.125 * got.abs() + 2.0**-9).all())
+        assert int((got != wanted).sum()) <= 1
 
     return check
 

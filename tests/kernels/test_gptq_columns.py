@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moequant.formats.elements import E2M1, E4M3, INT4
+from moequant.kernels import gptq_columns
 from moequant.kernels.gptq_columns import MOST_COLUMNS, round_columns
 from moequant.kernels.launch import INTERPRETED
 from moequant.quantizers import column_rounding
@@ -94,7 +95,11 @@ def test_a_row_depends_on_no_other():
     assert (codes != other).any(0).nonzero().tolist() == [[4]]
 
 
-def test_nothing_is_launched_for_no_rows():
+def test_nothing_is_launched_for_no_rows(monkeypatch):
+    def launched(*_, **__):
+        pytest.fail("a kernel was launched")
+
+    monkeypatch.setattr(gptq_columns, "launch", launched)
     none = torch.zeros(4, 0, dtype=torch.float64)
     codes = torch.zeros(4, 0, dtype=torch.uint8)
     round_columns("e2m1", none, none, codes, none, torch.zeros(4, 4, dtype=torch.float64))

@@ -387,6 +387,38 @@ def test_a_folder_made_from_other_weights_is_refused_by_name(own, keep_time):
     assert load_experts(folder, 0).weights.experts == 4
 
 
+def test_a_folder_made_from_other_biases_is_refused_by_name(make_checkpoint, tmp_path):
+    """Biases alone are others: files have the same sizes, as of a new revision of a model."""
+    source = Path(shutil.copytree(make_checkpoint(model_type="gpt_oss"), tmp_path / "source"))
+    path = convert(source, tmp_path / "out", format="mxfp4").output
+    folder = prepare(path, target="sm90").folder
+    info = ConvertedCheckpoint.open(path).checkpoint.tensors[
+        "model.layers.1.mlp.experts.down_proj_bias"
+    ]
+    with (path / info.file).open("r+b") as file:
+        file.seek(info.stop - 1)
+        byte = file.read(1)[0]
+        file.seek(info.stop - 1)
+        file.write(bytes([byte ^ 1]))
+    assert load_experts(folder, 0).weights.experts == 4
+    with pytest.raises(CheckpointError, match=r"layer 1 is stale: .* other weights, biases or"):
+        load_experts(folder, 1)
+    assert prepare(path, target="sm90").state == "prepared"
+    assert load_experts(folder, 1).weights.experts == 4
+
+
+@pytest.mark.parametrize("linked", ["moequant-prepared", "moequant-prepared/sm90"])
+def test_a_link_to_the_prepared_folder_of_another_checkpoint_is_refused(own, tmp_path, linked):
+    theirs, path = own("mxfp4"), Path(shutil.copytree(own("nvfp4"), tmp_path / "mine"))
+    prepare(theirs, target="sm90")
+    (path / linked).parent.mkdir(exist_ok=True)
+    (path / linked).symlink_to(theirs / linked)
+    with pytest.raises(CheckpointError, match=f"{linked}: is a symbolic link"):
+        load_experts(path / "moequant-prepared" / "sm90", 0)
+    (problem,) = check_integrity(path).problems
+    assert "is a symbolic link" in problem.message
+
+
 def test_a_folder_made_from_other_files_is_refused_by_name(own, make_checkpoint):
     path = own("fp8_block")
     folder = prepare(path, target="sm90").folder
@@ -474,7 +506,7 @@ def test_a_layer_of_another_format_than_config_json_says_is_stale(own):
         load_experts(folder, 1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 5}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 6}', "\xff"])
 def test_a_manifest_that_is_not_ours_is_refused(own, text):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder
@@ -487,7 +519,7 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema_version=4), r"schema_version: Input should be 5, but found 4;"),
+        (lambda m: m.update(schema_version=5), r"schema_version: Input should be 6, but found 5;"),
         (lambda m: m.pop("schema_version"), r"schema_version: Field required;"),
         (lambda m: m.update(layers={}), r"layers: .* at least 1 item"),
         (lambda m: m.update(originals={"a": []}), r"originals\.a: .* at least 2 items"),
@@ -569,7 +601,8 @@ def test_what_is_no_folder_is_not_replaced_and_costs_no_time(own, tmp_path, monk
     else:
         folder.symlink_to(tmp_path if kind == "link" else folder)
     monkeypatch.setattr("moequant.preparation.pipeline._write", None)
-    with pytest.raises(MoequantError, match=r"sm90: exists and is not a folder; remove it"):
+    said = "is a symbolic link" if "link" in kind else "exists and is not a folder; remove it"
+    with pytest.raises(MoequantError, match=f"sm90: {said}"):
         prepare(path, target="sm90")
     assert [entry.name for entry in folder.parent.iterdir()] == ["sm90"]
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -655,7 +688,7 @@ def test_weights_that_change_while_they_are_prepared_are_noticed(own):
     assert list((path / "moequant-prepared").iterdir()) == []
     # With the last expert, all are read; the folder holds what they were.
     folder = prepare(path, target="sm100", progress=At(8, change)).folder
-    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*has other weights or static"):
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*other weights, biases or"):
         load_experts(folder, 0)
     assert prepare(path, target="sm100").state == "prepared"
     assert load_experts(folder, 0).weights.experts == 4

@@ -63,10 +63,11 @@ RAGGED = (8, 1088, 320, 2)  # half a block of columns is left in both GEMMs
 # flips a code with probability d / ulp (E4M3: ulp about 2**-3.5), and each flip costs an ulp:
 # sqrt(2 * d * ulp) = 1.3 % of error, calc_diff = error**2 / 2 = 9e-5, and half of that without the
 # rounding; twice that where tensor cores sum over all columns, d = 2e-3. Few values flip where
-# tokens are few, so it scatters; 5e-6 to 2e-4 were measured.
+# tokens are few, so it scatters: 5e-6 to 2e-4 were measured, and five times as much is allowed.
 # Where activations are bfloat16, sums are float32, and three roundings to bfloat16 are left (hidden
 # states of other dtypes, what lies between the GEMMs, an expert's result), 2**-9 / sqrt(3) each:
-# 2e-3 of error, calc_diff 2e-6; 5e-6 were measured.
+# 2e-3 of error, calc_diff 2e-6, and as much again where they differ on both sides: 5e-6 were
+# measured, and four times as much is allowed.
 CALC_DIFF = {format: 1e-3 if format in QUANTIZED else 2e-5 for format in ACTIVATIONS}
 # Of the largest value: five of the errors above, where output elements are normal.
 OUTLIER = {format: 0.06 if format in QUANTIZED else 0.02 for format in ACTIVATIONS}
@@ -915,18 +916,18 @@ def test_a_workspace_of_the_caller_is_reused_and_its_size_is_known(weights, inpu
     module = experts(format, weights(format, SMALL), backend=name_of(format))
     calls = [inputs(SMALL, M) for M in (1, 40, 600)]
     sizes = [module.workspace_bytes(call[1].shape[0], SMALL[3]) for call in calls]
-    workspace = torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
-    guard = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(max(sizes) + 4096, dtype=torch.uint8, device="cuda")
     want = [module(*call) for call in calls]
     for _ in range(2):
         for call, size_bytes, expected in zip(calls, sizes, want, strict=True):
             out = torch.full_like(expected, torch.nan)
+            workspace.fill_(7)
             got = module(*call, workspace=workspace[:size_bytes], out=out)
+            assert bool((workspace[size_bytes:] == 7).all())
             assert got is out
             assert torch.equal(out, expected)
             with pytest.raises(UnsupportedError, match=f"at least {size_bytes} bytes"):
                 module(*call, workspace=workspace[: size_bytes - 1])
-    assert bool((guard == 7).all())
 
 
 @gpu
@@ -1104,11 +1105,12 @@ def test_a_group_of_mxfp4_counts_whatever_the_scales_beside_it(octaves, M):
 
 
 @gpu
-def test_a_scale_of_nan_makes_its_rows_nan_and_no_others(weights, inputs):
-    layer = copy.deepcopy(weights("mxfp4_far_fp8", SMALL))
+@pytest.mark.parametrize("format", ["mxfp4_far_fp8", "mxfp4", "nvfp4"])
+def test_a_scale_of_nan_makes_its_rows_nan_and_no_others(weights, inputs, format):
+    layer = copy.deepcopy(weights(format, SMALL))
     layer.down.scale.view(torch.uint8)[:, 70, 9] = 255
     call = inputs(SMALL, 20)
-    got = experts("mxfp4_far_fp8", layer)(*call)
+    got = experts(format, layer)(*call)
     assert got.isnan().any(0).nonzero().flatten().tolist() == [70]
     want = experts("mxfp4_far_fp8", weights("mxfp4_far_fp8", SMALL))(*call)
     others = [n for n in range(SMALL[1]) if n != 70]

@@ -399,6 +399,6 @@ def test_promoted_sums_are_as_exact_as_the_bounds_on_a_gpu_suppose():
         off = tensor_core_sum(products, promoted) - exact
         return float(off.norm() / exact.norm())
 
-    assert error(128) < 1e-3
+    assert error(128) < 1.35e-4  # 1.3e-4, as docs/kernels.md says; the bounds suppose 1e-3
     # Where sums are not promoted, in tiles of many rows: as docs/kernels.md says.
     assert 4 * error(128) < error(7168) < 2.05e-3

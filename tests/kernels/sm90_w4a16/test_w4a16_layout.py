@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from moequant.errors import DoesNotFitError
 from moequant.formats import dequantize, quantize
 from moequant.kernels.sm90.panels import CODE_BYTES
 from moequant.kernels.sm90_w4a16.layout import pack, panel_bytes, unpack
@@ -73,7 +76,8 @@ def read(format, packed, factor):
                     byte = bytes_of[:, :, :, thread // 4, block, half, step * groups // 8]
                     bits = byte * 16 + 0x7000 if format == "nvfp4" else byte * 128
                     value = pairs[..., register, :] * bfloat16(bits)[..., None]
-                    assert torch.equal(value.bfloat16().float(), value)  # what the kernel rounds to
+                    exact = torch.equal(value.bfloat16().float().nan_to_num(), value.nan_to_num())
+                    assert exact  # what the kernel rounds to
                     column = 16 * step + 8 * (register >> 1) + 2 * quad + torch.arange(2)
                     at = (torch.arange(blocks)[:, None] * 128 + column).flatten()
                     by = factor[:, matrix, None, None]
@@ -123,6 +127,46 @@ def test_every_e4m3_scale_survives():
     ((qdata, again, _),) = unpack(packed, factor, 1, 16 * 126)
     assert torch.equal(again.view(torch.uint8), scale.view(torch.uint8))
     assert torch.equal(qdata, codes)
+
+
+@every_format
+def test_a_scale_of_nan_makes_its_group_nan_and_no_others(format):
+    w = weight(format, 128, 128)
+    w.scale.view(torch.uint8)[0, 3, 2] = 255
+    w.scale.view(torch.uint8)[1] = 255  # no scale of this expert is a number
+    packed, factor = pack([parts(w)])
+    wanted = dequantize(w).float()
+    got = read(format, packed, factor)[:, 0]
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+    ((qdata, scale, global_scale),) = unpack(packed, factor, 128, 128)
+    again = replace(w, qdata=qdata, scale=scale, global_scale=global_scale)
+    assert torch.equal(dequantize(again).float().nan_to_num(7), wanted.nan_to_num(7))
+
+
+def test_the_sign_of_an_nvfp4_scale_counts():
+    w = weight("nvfp4", 128, 128)
+    w.scale.view(torch.uint8)[:, ::3, 1::2] |= 0x80
+    packed, factor = pack([parts(w)])
+    wanted = dequantize(w).float()
+    assert bool((w.scale.float() < 0).any())
+    assert torch.equal(read("nvfp4", packed, factor)[:, 0], wanted)
+    ((qdata, scale, global_scale),) = unpack(packed, factor, 128, 128)
+    again = replace(w, qdata=qdata, scale=scale, global_scale=global_scale)
+    assert torch.equal(dequantize(again).float(), wanted)
+
+
+@pytest.mark.parametrize(("exponent", "fits"), [(120, True), (121, False)])
+def test_a_global_scale_whose_factor_is_no_float32_is_refused(exponent, fits):
+    w = weight("nvfp4", 128, 128)
+    w.global_scale[1] = 2.0**exponent
+    if fits:
+        assert bool(pack([parts(w)])[1].isfinite().all())
+        return
+    with pytest.raises(
+        DoesNotFitError, match=r"of expert 1 is 2\.66e\+36, but .* less than 2\.66e"
+    ):
+        pack([parts(w)])
 
 
 def test_codes_under_a_scale_of_0_become_0():
