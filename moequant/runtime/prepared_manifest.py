@@ -183,7 +183,7 @@ def prepared_folders(checkpoint: Path) -> list[Path]:
 
 
 def check_no_link(folder: Path) -> None:
-    """Refuse a prepared folder that is a symbolic link or lies in one: it may be another checkpoint's.
+    """Refuse a prepared folder that is a symbolic link, or is in one: it may be of other weights.
 
     Raises:
         CheckpointError: the folder, or its parent, is a link.
