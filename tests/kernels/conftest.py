@@ -89,9 +89,9 @@ def compiles_well(tmp_path):
 def agree_in_fp8():
     """agree_in_fp8(codes, scale, want): as `want`, but for the few ulp of float32 that exp is off.
 
-    Eight ulp are 1e-6, and scales are off by as much. A value that lies that close to the middle of
-    two codes, which are 2**-4 of it or more apart, has the other one: 3 in 100000 values, so that of
-    a few thousand hardly two are such.
+    Eight ulp are 1e-6, and scales are off by as much. A value that lies that close to the middle
+    of two codes, which are 2**-4 of it or more apart, has the other one: 3 in 100000 values, so of
+    a few thousand hardly two.
     """
 
     def check(codes, scale, want):
