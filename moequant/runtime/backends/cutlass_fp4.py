@@ -6,8 +6,6 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
-from moequant.errors import UnsupportedError
-from moequant.formats import get_format
 from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
 from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
@@ -18,13 +16,12 @@ from moequant.runtime.backends.capability import (
     why_not_multiples,
 )
 from moequant.runtime.backends.cutlass_fp8 import why_no_cute_dsl
-from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
-from moequant.runtime.backends.stacked import STACKED
+from moequant.runtime.backends.stacked_scales import StackedScales
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Collection, Hashable
 
     import torch
     from torch import Tensor
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
     from moequant.kernels.cutlass.sm100_fp4_fused import Fp4Plan
     from moequant.kernels.cutlass.sm100_fp4_variant import Fp4Variant
     from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.backends.layout import Layout
     from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
 _VARIANTS = {variant.name: variant for variant in VARIANTS}
@@ -46,39 +43,21 @@ def _activations_of(variant: Fp4Variant) -> tuple[str, ...]:
     return (NVFP4, NVFP4_STATIC) if variant.e4m3_scales else (MXFP4,)
 
 
-class StackedTiles(Layout):
+class StackedTiles(StackedScales):
     """`stacked`, with scales in 128x4 tiles: [E, ceil128(rows), ceil4(groups)], by expert."""
 
     name = "stacked_tiles"
     version = 1
+    formats = tuple(_VARIANTS)
+    multiple = _COLUMNS_MULTIPLE
 
-    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
-        """See `Layout.pack`."""
-        if weights.format not in _VARIANTS:
-            raise UnsupportedError(
-                f"the layout {self.name} holds {' and '.join(_VARIANTS)}, not {weights.format}"
-            )
-        if weights.hidden % _COLUMNS_MULTIPLE or weights.intermediate % _COLUMNS_MULTIPLE:
-            raise UnsupportedError(
-                f"the layout {self.name} holds H and I in multiples of {_COLUMNS_MULTIPLE}, not H "
-                f"{weights.hidden} and I {weights.intermediate}; without quantized activations, no "
-                "such layout is needed"
-            )
-        tensors = STACKED.pack(weights)
-        return tensors | {name: swizzle(tensors[name]) for name in ("w13_scale", "w2_scale")}
+    def encode(self, scale: Tensor, name: str) -> Tensor:
+        """See `StackedScales.encode`."""
+        return swizzle(scale)
 
-    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
-        """See `Layout.unpack`; scales are copies."""
-        w, group = workload, get_format(workload.format).block[1]
-        sizes = {
-            "w13_scale": ((1 + w.act_fn.gated) * w.intermediate, w.hidden // group),
-            "w2_scale": (w.hidden, w.intermediate // group),
-        }
-        plain = {
-            name: unswizzle(tensors[name], rows, columns, name=name)
-            for name, (rows, columns) in sizes.items()
-        }
-        return STACKED.unpack({**tensors, **plain}, workload)
+    def decode(self, encoded: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """See `StackedScales.decode`."""
+        return unswizzle(encoded, rows, columns, name=name)
 
 
 class CutlassFp4Experts(PlannedExperts):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from moequant.errors import UnsupportedError
 from moequant.formats.mxfp4 import Mxfp4
 from moequant.layouts.deepgemm_scale import pack_ue8m0, unpack_ue8m0
 from moequant.runtime.activations import MXFP8
@@ -18,21 +17,20 @@ from moequant.runtime.backends.capability import (
     why_not_multiples,
 )
 from moequant.runtime.backends.deepgemm import why_no_deep_gemm
-from moequant.runtime.backends.layout import Layout
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
-from moequant.runtime.backends.stacked import STACKED
+from moequant.runtime.backends.stacked_scales import StackedScales
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Collection, Hashable
 
     from torch import Tensor
 
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.deepgemm.sm100_fp4_deepgemm import DeepGemmFp4Plan
     from moequant.runtime.backends.base import PackedExperts
+    from moequant.runtime.backends.layout import Layout
     from moequant.runtime.batched import BatchedTokens
-    from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
 _COLUMNS_MULTIPLE = 128
@@ -40,44 +38,22 @@ _COLUMNS_MULTIPLE = 128
 _GEMMS = ("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked")
 
 
-class StackedWords(Layout):
+class StackedWords(StackedScales):
     """`stacked`, with scales four to an int32: [E, groups / 4, rows], see `deepgemm_scale`."""
 
     name = "stacked_words"
     version = 1
+    formats = (Mxfp4.name,)
+    multiple = _COLUMNS_MULTIPLE
 
-    def pack(self, weights: ExpertWeights) -> dict[str, Tensor]:
-        """See `Layout.pack`."""
-        if weights.format != Mxfp4.name:
-            raise UnsupportedError(
-                f"the layout {self.name} holds {Mxfp4.name}, not {weights.format}"
-            )
-        if weights.hidden % _COLUMNS_MULTIPLE or weights.intermediate % _COLUMNS_MULTIPLE:
-            raise UnsupportedError(
-                f"the layout {self.name} holds H and I in multiples of {_COLUMNS_MULTIPLE}, not H "
-                f"{weights.hidden} and I {weights.intermediate}; without quantized activations, no "
-                "such layout is needed"
-            )
-        tensors = STACKED.pack(weights)
-        packed = {
-            name: pack_ue8m0(tensors[name], tensors[name].shape[1], block_n=1, name=name)
-            for name in ("w13_scale", "w2_scale")
-        }
-        return tensors | packed
+    def encode(self, scale: Tensor, name: str) -> Tensor:
+        """See `StackedScales.encode`."""
+        return pack_ue8m0(scale, scale.shape[1], block_n=1, name=name)
 
-    def unpack(self, tensors: Mapping[str, Tensor], workload: Workload) -> ExpertWeights:
-        """See `Layout.unpack`; scales are copies."""
-        w, group = workload, Mxfp4.block[1]
-        sizes = {
-            "w13_scale": ((1 + w.act_fn.gated) * w.intermediate, w.hidden // group),
-            "w2_scale": (w.hidden, w.intermediate // group),
-        }
+    def decode(self, encoded: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """See `StackedScales.decode`."""
         dtype = torch.float8_e8m0fnu
-        plain = {
-            name: unpack_ue8m0(tensors[name], rows, columns, block_n=1, dtype=dtype, name=name)
-            for name, (rows, columns) in sizes.items()
-        }
-        return STACKED.unpack({**tensors, **plain}, workload)
+        return unpack_ue8m0(encoded, rows, columns, block_n=1, dtype=dtype, name=name)
 
 
 class DeepGemmFp4Experts(PlannedExperts):
