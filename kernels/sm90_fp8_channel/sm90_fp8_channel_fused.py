@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.kernels.cuda_driver import tensor_map
-from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
+from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ from moequant.benchmarks import tune as module
 from moequant.benchmarks.shapes import LayerShape
 from moequant.benchmarks.tune import tune
 from moequant.errors import MoequantError, NumericsError, UnsupportedError
-from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 from moequant.kernels.sm90 import tiling as tables
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
+from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockWeights
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Weights, W4a8Weights
 
 GPU = "A GPU"

@@ -1,4 +1,4 @@
-"""FP8 blocks on Hopper: the kernels of moequant.kernels.fp8_block, four launches a call."""
+"""FP8 blocks on Hopper: the kernels of moequant.kernels.sm90_fp8_block, four launches a call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sm90Fp8Block(Backend):
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""
-        from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
+        from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockWeights
 
         weights = Fp8BlockWeights(
             w13=tensors["w13_qdata"],

@@ -19,12 +19,12 @@ from moequant.errors import MoequantError
 from moequant.kernels import calls
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.cuda_driver import TensorMap
-from moequant.kernels.fp8_block import sm90_fp8_fused
-from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockWeights
 from moequant.kernels.sm90 import grouped_gemm
 from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
 from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments, compile_ahead
 from moequant.kernels.sm90.tiling import Tiling
+from moequant.kernels.sm90_fp8_block import sm90_fp8_block_fused
+from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockWeights
 from moequant.kernels.sm90_fp8_channel import sm90_fp8_channel_fused
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
 from moequant.kernels.sm90_w4a8 import mxfp4_layout
@@ -195,7 +195,7 @@ def launches(monkeypatch):
         def __call__(self, stream):
             pass
 
-    for module in (grouped_gemm, sm90_fp8_fused, sm90_fp8_channel_fused):
+    for module in (grouped_gemm, sm90_fp8_block_fused, sm90_fp8_channel_fused):
         monkeypatch.setattr(module, "tensor_map", lambda tensor, box: TensorMap())
     monkeypatch.setattr(grouped_gemm, "Launch", Launch)
     monkeypatch.setattr(grouped_gemm, "_kernel", lambda config, device: (config,))

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("triton")
 
 from moequant.errors import MoequantError
-from moequant.kernels.fp8_block.sm90_fp8_fused import Fp8BlockTilings
 from moequant.kernels.sm90 import tiling as module
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
+from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelTilings
 from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import Mxfp4Fp8Tilings, W4a8Tilings
 from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Tilings, W4a16Tilings

@@ -522,7 +522,7 @@ struct Fp8Blocks {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_fp8_grouped_gemm(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_fp8_block_grouped_gemm(
     const int4* tiles, const int* tile_count, int* units_taken, const u8* x, const float* x_scale, const int* pair_of_row,
     u8* __restrict__ out, const float* __restrict__ bias, const ActParameters act, const __grid_constant__ Routing routing,
     const __grid_constant__ XMaps x_maps, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap w_tail_map,

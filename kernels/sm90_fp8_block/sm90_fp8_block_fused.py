@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
 _EXTRA_ROWS = 16
 
 
@@ -44,7 +45,7 @@ class Fp8BlockTilings(Tilings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8GemmConfig(GemmConfig):
+class Fp8BlockGemmConfig(GemmConfig):
     """A GEMM with FP8 blocks; what has an `act` is quantized behind it.
 
     Attributes:
@@ -55,7 +56,7 @@ class Fp8GemmConfig(GemmConfig):
     extra: int = 0
     n_real: int
 
-    path = Path(__file__).with_name("sm90_fp8_grouped_gemm.cu")
+    path = Path(__file__).with_name("sm90_fp8_block_grouped_gemm.cu")
     a_in_registers = False
 
     @property
@@ -120,7 +121,7 @@ class Fp8BlockWeights(Sm90Weights):
         """See `Sm90Weights.gemm`."""
         first = common["act"] is not None
         n_real = self.intermediate if first else common["n_out"]
-        config = Fp8GemmConfig(**common, extra=self.extra_rows(tiling), n_real=n_real)
+        config = Fp8BlockGemmConfig(**common, extra=self.extra_rows(tiling), n_real=n_real)
         weight = self.w13 if first else self.w2
         scale = self.w13_scale if first else self.w2_scale
         codes_scale = buffers.codes_scale
