@@ -21,6 +21,7 @@ from moequant.runtime.packing import check_activations
 from moequant.runtime.prepared_manifest import Manifest, is_prepared_file, read_manifest
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.storage.folder import entries, searched
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
@@ -75,7 +76,8 @@ def prepare(
 
     Raises:
         ArchitectureError: the file `architecture` is none.
-        CheckpointError: not a converted checkpoint, or a damaged one.
+        CheckpointError: not a converted checkpoint, a damaged one, or a prepared folder that cannot
+            be searched.
         UnsupportedError: no kernel of the target takes the format with these activations, or not in
             this shape.
         MoequantError: the folder cannot be written, or another run is writing it.
@@ -89,7 +91,8 @@ def prepare(
     )
     layouts = _expert_layouts(checkpoint, target, activations)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
-    _check_replaceable(folder)
+    with searched(folder):
+        _check_replaceable(folder)
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
     work = folder.with_name(f".{target}.partial")
     if manifest is not None:
@@ -221,8 +224,8 @@ def _check_replaceable(folder: Path) -> None:
 
 def _check_no_other_files(folder: Path) -> None:
     """Ask whether replacing the folder would remove files that `prepare` does not write."""
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    others = [entry.name for entry in entries if not is_prepared_file(entry.name)]
+    there = entries(folder) if folder.is_dir() else []
+    others = [entry.name for entry in there if not is_prepared_file(entry.name)]
     if others:
         raise MoequantError(
             f"{folder}: would be replaced, but holds files that moequant prepare does not write: "

@@ -127,7 +127,8 @@ def open_reader(
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
-        CheckpointError: neither of the two, or a prepared folder outside a checkpoint.
+        CheckpointError: neither of the two, a prepared folder outside a checkpoint, or a folder
+            that cannot be searched.
         UnsupportedError: an unknown architecture or quantization.
     """
     # Not Path.expanduser, which fails for an unknown user without naming the path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -118,19 +119,41 @@ def check_is_checkpoint(root: Path) -> None:
 
 
 def is_prepared_folder(path: Path) -> bool:
-    """Whether `path` is a folder that `moequant prepare` wrote."""
+    """Whether `path` is a folder that `moequant prepare` wrote.
+
+    Raises:
+        CheckpointError: the folder cannot be searched.
+    """
+    with searched(path):
+        return _has_manifest(path)
+
+
+def _has_manifest(path: Path) -> bool:
+    """As `is_prepared_folder`; raises OSError."""
     return (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).exists()
+
+
+@contextmanager
+def searched(path: Path) -> Iterator[None]:
+    """Turn an OSError of a look into `path` into a CheckpointError with advice."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be searched: {error.strerror}; check its permissions, and those of "
+            "the folders it is in"
+        ) from error
 
 
 def _meant_instead(root: Path) -> str | None:
     """What to give instead of a prepared folder, or of their parent; None for other folders."""
     place = root.resolve()
     if place.name == PREPARED_FOLDER:
-        prepared = [entry for entry in sorted(root.iterdir()) if is_prepared_folder(entry)]
+        prepared = [entry for entry in sorted(root.iterdir()) if _has_manifest(entry)]
         if prepared:
             others = " or ".join(map(str, prepared))
             return f"the checkpoint, {place.parent}, or, to inspect or run it, {others}"
-    elif place.parent.name == PREPARED_FOLDER and is_prepared_folder(root):
+    elif place.parent.name == PREPARED_FOLDER and _has_manifest(root):
         return f"the checkpoint, {place.parent.parent}"
     return None
 

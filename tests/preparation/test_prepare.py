@@ -743,6 +743,21 @@ def test_a_folder_that_cannot_be_made_is_explained(own):
         prepare(path, target="sm90")
 
 
+def test_a_folder_that_cannot_be_searched_is_refused_with_advice(own, forbid):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90").folder
+    forbid(folder)
+    with pytest.raises(CheckpointError, match=r"sm90: cannot be searched: Permission denied; che"):
+        load_experts(folder, 0)
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=r"sm90: cannot be listed: Permission denied; ch"):
+            prepare(path, target="sm90", overwrite=overwrite)
+    assert load_experts(path, 0).weights.experts == 4
+    forbid(folder.parent)
+    with pytest.raises(CheckpointError, match=r"sm90: cannot be searched: Permission denied; che"):
+        prepare(path, target="sm90")
+
+
 def test_a_path_may_begin_with_a_tilde(own, monkeypatch):
     path = own("mxfp4")
     monkeypatch.setenv("HOME", str(path.parent))
