@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
@@ -21,13 +19,14 @@ from moequant.runtime.packing import check_activations
 from moequant.runtime.prepared_manifest import Manifest, is_prepared_file, read_manifest
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.storage.folder import entries, searched
+from moequant.storage.folder import entries, given_folder, searched
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from moequant.progress import Progress
     from moequant.runtime.activations import ActivationsChoice
@@ -84,8 +83,7 @@ def prepare(
     """
     check_target(target)
     check_activations(activations)
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    path = given_folder("converted", converted)
     checkpoint = ConvertedCheckpoint.open(
         path, architecture=architecture, quantized_activations=True
     )

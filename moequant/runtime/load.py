@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from operator import index
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
@@ -15,11 +13,12 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
 from moequant.runtime.prepared import PreparedCheckpoint
-from moequant.storage.folder import is_prepared_folder
+from moequant.storage.folder import given_folder, is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -129,10 +128,9 @@ def open_reader(
         ArchitectureError: the file `architecture` is invalid.
         CheckpointError: neither of the two, a prepared folder outside a checkpoint, or a folder
             that cannot be searched.
-        UnsupportedError: an unknown architecture or quantization.
+        UnsupportedError: an unknown architecture or quantization, or `checkpoint` is no path.
     """
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
+    folder = given_folder("checkpoint", checkpoint)
     if is_prepared_folder(folder):
         prepared = PreparedCheckpoint.open(
             folder, architecture=architecture, quantized_activations=True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from reprlib import repr as show
 from typing import TYPE_CHECKING
 
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.storage.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -21,7 +24,7 @@ from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path, PurePath
+    from pathlib import PurePath
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_WEIGHTS = (
@@ -116,6 +119,38 @@ def check_is_checkpoint(root: Path) -> None:
         )
     if begun:
         raise CheckpointError(f"{root}: {UNFINISHED}")
+
+
+def given_folder(argument: str, value: object) -> Path:
+    """The path of a folder that a caller gives, whether or not it exists; "~" is a home folder.
+
+    Args:
+        argument: its name, for messages.
+        value: what is given.
+
+    Raises:
+        CheckpointError: no folder can have that path.
+        UnsupportedError: it is neither a text nor a path.
+    """
+    wanted = "but must be the path of a checkpoint's folder"
+    # os.fspath, because not every os.PathLike is a text.
+    given = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(given, str):
+        raise UnsupportedError(f"{argument} is {show(value)}, {wanted}, as a str or Path")
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(given))  # noqa: PTH111
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise CheckpointError(
+                f"{argument} is {show(given)}, {wanted}: {error.strerror}; give a shorter path"
+            ) from error
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise CheckpointError(
+            f"{argument} is {show(given)}, {wanted}: {error}; remove that character"
+        ) from error
+    return path
 
 
 def is_prepared_folder(path: Path) -> bool:
