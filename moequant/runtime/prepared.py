@@ -344,10 +344,11 @@ def check_size(path: Path, entry: PreparedLayer, remedy: str) -> FixedFile:
         remedy: what to do if it has another.
 
     Raises:
-        CheckpointError: it has not, or it is not there.
+        CheckpointError: it has not, it is not there, or it may not be read.
     """
     try:
         file = FixedFile.at(path)
+        file.read(0, 0)  # opens it: who may not read it is not told that it is damaged
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or {remedy}") from error
     if file.size_bytes != entry.bytes:
