@@ -102,7 +102,7 @@ def prepare(
             manifest = _write(work, checkpoint, target, layouts, progress)
             _put_in_place(work, folder)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            _remove(work)
     return PreparationResult(folder=folder, manifest=manifest, state="prepared")
 
 
@@ -245,7 +245,14 @@ def _remove_left_over(work: Path) -> None:
     """Remove the work folder of a run that was killed when all was in place."""
     if work.exists():
         with suppress(MoequantError), exclusive(work, "preparation"):
-            shutil.rmtree(work, ignore_errors=True)
+            _remove(work)
+
+
+def _remove(work: Path) -> None:
+    """Remove the work folder, the lock last: once it is gone, the folder may be another run's."""
+    for left_over in (work / _WRITTEN, work / _REPLACED):
+        shutil.rmtree(left_over, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:

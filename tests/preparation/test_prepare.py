@@ -769,7 +769,7 @@ def test_a_layer_that_may_not_be_read_is_not_called_damaged(own, monkeypatch):
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refusing)
-    said = r"layer-00000.safetensors: cannot be read: Permission denied; .*, or run moequant prepare"
+    said = r"00000.safetensors: cannot be read: Permission denied; .*, or run moequant prepare"
     with pytest.raises(CheckpointError, match=said):
         load_experts(folder, 0)
     # At another time its digest would be compared, which reads it too.
