@@ -244,6 +244,20 @@ def _check_types(weights: ExpertWeights) -> None:
             raise UnsupportedError(
                 f"{name} is {type(value).__name__}, but must be {expected.__name__}"
             )
+        if isinstance(value, QuantizedWeight):
+            _check_parts_are_typed(name, value)
+
+
+def _check_parts_are_typed(name: str, q: QuantizedWeight) -> None:
+    for field, value, expected in (("format", q.format, str), ("shape", q.shape, (list, tuple))):
+        if not isinstance(value, expected):
+            wanted = "a name" if field == "format" else "[E, N, K]"
+            raise UnsupportedError(
+                f"{name}.{field} is {type(value).__name__}, but must be {wanted}"
+            )
+    # Of every format, also of plain ones: there the scale is 1, as plain_weight makes it.
+    for part, tensor in q.tensors().items():
+        check_tensor(f"{name}.{part}", tensor)
 
 
 def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
