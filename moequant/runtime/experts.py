@@ -21,7 +21,7 @@ from moequant.runtime.call import (
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
-from moequant.runtime.packing import pack_experts, scheme_of
+from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class FusedExperts(nn.Module):
         self._names = tuple(packed.tensors)
         self._layout = packed.layout
         self._workload = packed.workload
+        if packed is weights:
+            # What was packed with other choices; else `pack_experts` has made these.
+            check_activations(activations)
+            device = packed.workload.device
+            select(self._workload_for(activations, packed.tensors, device), backend)
         self._ready: dict[str, _Ready] = {}
         self._handle = experts_op.handle_of(self)
         self.backend = backend
@@ -217,6 +222,8 @@ class FusedExperts(nn.Module):
             UnsupportedError: no backend runs the experts where they are now.
         """
         activations = self.activations if activations is None else activations
+        if type(activations) is not str:  # what cannot be looked up is refused, too
+            check_activations(activations)
         ready = self._ready.get(activations)
         if ready is None or not ready.fits(self._buffers, self.backend):
             ready = self._ready[activations] = self._make_ready(activations)

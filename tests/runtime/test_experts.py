@@ -7,6 +7,7 @@ holds for every element of any correct float32 evaluation.
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize
-from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.backends import torch_reference
 
 U = 2.0**-24
@@ -479,6 +480,48 @@ def test_unknown_activations_are_refused(layers):
         FusedExperts(layer.weights, activations="fp8")
     with pytest.raises(UnsupportedError, match=r"activations is 'fp8'"):
         plain(layer)(*layer.call, activations="fp8")
+
+
+NO_NAMES = [5, [], {}, ("none",)]
+
+
+@pytest.mark.parametrize("wrong", [*NO_NAMES, None, "fp8"])
+def test_activations_that_are_none_are_refused_in_one_way(layers, wrong):
+    layer = layers.make()
+    packed = pack_experts(layer.weights)
+    said = f"^{re.escape(f'activations is {wrong!r}, but must be one of: format, none')}"
+    for weights in (layer.weights, packed):
+        with pytest.raises(UnsupportedError, match=said):
+            FusedExperts(weights, activations=wrong)
+    experts = plain(layer)
+    if wrong is not None:  # which stands for the module's own
+        with pytest.raises(UnsupportedError, match=said):
+            experts(*layer.call, activations=wrong)
+    experts.activations = wrong
+    with pytest.raises(UnsupportedError, match=said):
+        experts(*layer.call)
+
+
+@pytest.mark.parametrize("wrong", [*NO_NAMES, "fast"])
+def test_a_backend_that_is_none_is_refused_in_one_way(layers, wrong):
+    layer = layers.make()
+    packed = pack_experts(layer.weights)
+    said = f"^{re.escape(f'there is no backend {wrong!r} to run fp8_block')}"
+    for weights in (layer.weights, packed):
+        with pytest.raises(UnsupportedError, match=said):
+            FusedExperts(weights, backend=wrong)
+    experts = plain(layer)
+    experts.backend = wrong
+    with pytest.raises(UnsupportedError, match=said):
+        experts(*layer.call)
+
+
+def test_packed_experts_are_refused_where_no_backend_runs_them(layers):
+    packed = pack_experts(layers.make().weights)
+    with pytest.raises(UnsupportedError, match=r"^backend 'triton' does not run fp8_block .*cpu"):
+        FusedExperts(packed, backend="triton")
+    with pytest.raises(UnsupportedError, match="no backend runs fp8_block with activations nvfp4"):
+        FusedExperts(pack_experts(layers.make(H=200).weights), activations="nvfp4")
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
