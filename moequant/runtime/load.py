@@ -66,8 +66,8 @@ def load_experts(
     Bytes go from the files to the device through a pinned buffer of fixed size; what a dialect or a
     prepared layout permutes is put in order there. The host holds no tensor of a layer.
 
-    Several layers come as a dict; all arguments are checked before the first byte is read. To hold
-    one at a time, call once for each.
+    Several layers come as a dict. All arguments are checked, and that a backend runs each layer,
+    before the first weight is read. To hold one layer at a time, call once for each.
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of

@@ -268,7 +268,15 @@ def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
             f"the projections of a layer share one format, but here: {found}; "
             "convert all three by one rule"
         )
-    format = next(iter(formats.values()))
+    check_runnable(next(iter(formats.values())))
+
+
+def check_runnable(format: str) -> None:
+    """Refuse weights of a format that no backend runs.
+
+    Raises:
+        UnsupportedError: experts do not run in it, or no format is called that.
+    """
     if format not in RUNNABLE:
         get_format(format)
         raise UnsupportedError(
