@@ -19,7 +19,7 @@ from moequant.runtime.call import (
     workspace_bytes_of_parts,
 )
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_expert_map, check_input_scales
+from moequant.runtime.inputs import check_count, check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
@@ -233,8 +233,10 @@ class FusedExperts(nn.Module):
         """The most tokens of a part of a call of [tokens, topk] token-expert pairs.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: no backend runs the experts where they are now, or `tokens` or `topk`
+                is no whole number, or less than 0.
         """
+        tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
         most = max_tokens_of(self.packed().workload, topk, self.max_tokens)
         return -(-tokens // parts_of(tokens, most))
 
@@ -242,7 +244,7 @@ class FusedExperts(nn.Module):
         """As `PackedExperts.kernels_for`, for a call that may run in parts.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
         """
         return self.packed().kernels_for(self.part_tokens(tokens, topk), topk)
 
@@ -256,7 +258,7 @@ class FusedExperts(nn.Module):
             topk: T.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
             MoequantError: the compiler refuses a kernel.
         """
         self.packed().compile_ahead([self.part_tokens(M, topk) for M in tokens], topk)
@@ -268,8 +270,9 @@ class FusedExperts(nn.Module):
         what they need from torch's allocator, and say 0.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
         """
+        tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
         packed = self.packed()
         parts = parts_of(tokens, max_tokens_of(packed.workload, topk, self.max_tokens))
         return workspace_bytes_of_parts(packed, tokens, topk, parts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,9 +58,13 @@ def check_inputs(
     """Check the arguments of a call, see `FusedExperts.forward`; reads no values.
 
     Raises:
-        UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
-            multiply the input, and more than one of them a token.
+        UnsupportedError: a dtype, shape or device that no backend takes; router weights that
+            multiply the input, and more than one of them a token; or `weight_on_input` is no bool.
     """
+    if weight_on_input is not True and weight_on_input is not False:
+        raise UnsupportedError(
+            f"apply_router_weight_on_input is {weight_on_input!r}, but must be True or False"
+        )
     hidden, device = workload.hidden, workload.device
     check_tensor(names.hidden_states, hidden_states)
     _check_quantized(hidden_states, hidden_scale, workload.activations, names)
@@ -223,6 +228,28 @@ def _check(
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
+
+
+def whole_number(value: Any) -> int:
+    """An integer of any library; raises TypeError for what is none, such as a truth value."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(f"{value!r} is a truth value")
+    return index(value)
+
+
+def check_count(name: str, value: object) -> int:
+    """A number of tokens or of experts that a caller gives.
+
+    Raises:
+        UnsupportedError: it is no whole number, or less than 0.
+    """
+    try:
+        count = whole_number(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UnsupportedError(f"{name} is {value!r}, but must be a whole number, at least 0")
+    return count
 
 
 def check_tensor(name: str, value: object) -> None:

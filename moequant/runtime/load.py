@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
+from moequant.runtime.inputs import whole_number
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.storage.folder import given_folder, is_prepared_folder
@@ -98,7 +98,7 @@ def load_experts(
     chosen = _choose(reader.converted, experts)
     # Integers of other libraries have __index__, too; so have their arrays.
     one = isinstance(layer, SupportsIndex) and not isinstance(layer, Iterable)
-    layers = _indices("layer", [layer] if one else layer)
+    layers = _indices("layer", layer, [layer] if one else layer)
     _check(reader.converted, layers)
     loaded = {}
     packed = reader.load_each(layers, chosen, backend=backend, activations=activations)
@@ -142,9 +142,12 @@ def open_reader(
     return LayerReader(converted, device)
 
 
-def _indices(name: str, given: Any) -> list[int]:
+def _indices(name: str, given: Any, each: Any) -> list[int]:
+    """The whole numbers in `each`, of what is given; texts and bytes hold none."""
     try:
-        return [index(one) for one in given]
+        if isinstance(each, str | bytes | bytearray | memoryview):
+            raise TypeError(f"{type(each).__name__} holds no numbers")
+        return [whole_number(one) for one in each]
     except TypeError as error:
         raise UnsupportedError(
             f"{name} is {given!r}, but must be a whole number, or several"
@@ -153,7 +156,7 @@ def _indices(name: str, given: Any) -> list[int]:
 
 def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> list[int]:
     everything = range(converted.moe.experts)
-    chosen = _indices("experts", everything if experts is None else experts)
+    chosen = _indices("experts", experts, everything if experts is None else experts)
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
             f"experts is {chosen}, but must be one or several, all different, from 0 to "

@@ -444,6 +444,31 @@ def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
     assert torch.equal(module(*layer.call), before)
 
 
+@pytest.mark.parametrize("wrong", ["no", "", 0, 1, None, []])
+def test_whether_the_input_is_weighted_is_true_or_false(layers, wrong):
+    layer = layers.make(T=1)
+    said = "^apply_router_weight_on_input is .*, but must be True or False$"
+    with pytest.raises(UnsupportedError, match=said):
+        plain(layer)(*layer.call, apply_router_weight_on_input=wrong)
+
+
+@pytest.mark.parametrize("name", ["tokens", "topk"])
+@pytest.mark.parametrize("wrong", ["a", -1, 1.0, None, True])
+def test_numbers_of_pairs_are_checked(layers, name, wrong):
+    experts = plain(layers.make())
+    pairs = {"tokens": 4, "topk": 2, name: wrong}
+    said = f"^{name} is {wrong!r}, but must be a whole number, at least 0$"
+    for method in (experts.workspace_bytes, experts.part_tokens, experts.kernels_for):
+        with pytest.raises(UnsupportedError, match=said):
+            method(**pairs)
+
+
+def test_numbers_of_pairs_may_be_integers_of_another_library(layers):
+    experts = plain(layers.make())
+    assert experts.part_tokens(torch.tensor(5), 2) == 5
+    assert experts.workspace_bytes(torch.tensor(0), torch.tensor(0)) == 0
+
+
 @pytest.mark.parametrize("weights", [{}, None, torch.zeros(2, 2)])
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(UnsupportedError, match=r"weights is .*, but must be ExpertWeights"):
