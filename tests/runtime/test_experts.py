@@ -597,3 +597,75 @@ def test_a_weight_that_is_no_buffer_any_more_is_named(layers, gone):
         experts.w13_qdata = None if gone is None else torch.nn.Parameter(w13, requires_grad=False)
     with pytest.raises(UnsupportedError, match="w13_qdata of these experts is no buffer any more"):
         experts(*layer.call)
+
+
+def overlapping(name, layer):
+    """A call, and an `out` that shares bytes with its argument `name`."""
+    hidden, topk_weights, ids = layer.call
+    M, H = hidden.shape
+    arguments = {"hidden_states": hidden, "topk_weights": topk_weights, "topk_ids": ids}
+    arguments["expert_map"] = torch.arange(6)
+    if name == "all of hidden_states":
+        return arguments, hidden
+    buffer = torch.zeros(2 * M * H)
+    if name == "rows of hidden_states":
+        arguments["hidden_states"] = buffer[: M * H].view(M, H).copy_(hidden)
+        return arguments, buffer[H : (M + 1) * H].view(M, H)
+    if name == "columns of hidden_states":
+        wide = buffer.view(M, 2 * H)
+        arguments["hidden_states"] = wide[:, H:].copy_(hidden)
+        return arguments, buffer[: M * H].view(M, H)
+    if name == "workspace":
+        arguments[name] = buffer.view(torch.uint8)
+    else:
+        like = arguments[name]
+        place = buffer[-like.nbytes // 4 :].view(like.dtype)
+        arguments[name] = place.view(like.shape).copy_(like)
+    return arguments, buffer[-M * H :].view(M, H)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 100])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all of hidden_states",
+        "rows of hidden_states",
+        "columns of hidden_states",
+        "topk_weights",
+        "topk_ids",
+        "expert_map",
+        "workspace",
+    ],
+)
+def test_an_output_where_another_argument_lies_is_refused_by_name(layers, name, max_tokens):
+    arguments, out = overlapping(name, layers.make(M=8))
+    kept = {name: tensor.clone() for name, tensor in arguments.items()}
+    experts = plain(layers.make(M=8), max_tokens=max_tokens)
+    said = rf"^out is at 0x\w+ to 0x\w+, where {name.split()[-1]} is too, from 0x\w+, but must have"
+    with pytest.raises(UnsupportedError, match=said):
+        experts(**arguments, out=out)
+    assert all(torch.equal(arguments[name], tensor) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_output_beside_the_other_arguments_is_written(layers, before):
+    layer = layers.make(M=8)
+    hidden, *others = layer.call
+    experts = plain(layer, max_tokens=2)
+    wanted = experts(*layer.call)
+    halves = torch.zeros(2, *hidden.shape)
+    experts(halves[int(before)].copy_(hidden), *others, out=halves[int(not before)])
+    assert torch.equal(halves[int(not before)], wanted)
+    # One router weight, shown for all, takes four bytes, whatever its shape.
+    buffer = torch.zeros(hidden.numel() + 1)
+    buffer[0] = 0.5
+    call = hidden, buffer[0].expand(others[0].shape), others[1]
+    out = experts(*call, out=buffer[1:].view(hidden.shape))
+    assert torch.equal(out, experts(hidden, torch.full_like(others[0], 0.5), others[1]))
+
+
+def test_no_output_of_no_tokens_overlaps(layers):
+    layer = layers.make()
+    call = tuple(tensor[:0] for tensor in layer.call)
+    assert plain(layer)(*call, out=call[0]).shape == (0, 256)
+    assert plain(layer)(*call, out=layer.hidden[5:5]).shape == (0, 256)
