@@ -88,11 +88,16 @@ def unknown_name(
         nearest: known names that are meant more likely than those that are spelt alike.
     """
     known = list(known)
+    meant = list(nearest) or nearest_names(name, known)
+    question = f". Did you mean {' or '.join(meant)}?" if meant else ""
+    return f"unknown {kind} {show(name)}; use one of: {', '.join(known)}{question}"
+
+
+def nearest_names(name: object, known: Iterable[str]) -> list[str]:
+    """Up to three names that begin with `name`, or else the one that is spelt most alike."""
     by_lower = {one.lower(): one for one in known}
     given = str(name).lower()
     # Most of what is unknown is a name whose end was left out.
     begun = [one for lower, one in by_lower.items() if given and lower.startswith(given)]
     alike = get_close_matches(given, by_lower, n=1, cutoff=0.6)
-    meant = list(nearest) or begun[:3] or [by_lower[one] for one in alike]
-    question = f". Did you mean {' or '.join(meant)}?" if meant else ""
-    return f"unknown {kind} {show(name)}; use one of: {', '.join(known)}{question}"
+    return begun[:3] or [by_lower[one] for one in alike]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +135,29 @@ def damage(request):
         return 2 if request.param is _swap else 1
 
     return damage
+
+
+@pytest.fixture
+def forbid(monkeypatch):
+    """forbid(folder): it can be neither listed nor searched, as one of another user with mode 0700.
+
+    Modes would not do: they do not bind root.
+    """
+    forbidden = []
+
+    def refusing(name, *, what):
+        function = getattr(Path, name)
+
+        def wrapped(path, *arguments, **options):
+            if any(folder in what(path.absolute()) for folder in forbidden):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return function(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, name, wrapped)
+
+    refusing("stat", what=lambda path: path.parents)
+    refusing("iterdir", what=lambda path: (path, *path.parents))
+    return forbidden.append
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ def bench_loading(
     prepared = {
         path.name: path
         for path in prepared_folders(folder)
-        if path.name in TARGETS and is_prepared_folder(path)
+        if path.name in TARGETS and _may_be_prepared(path)
     }
     report = progress or SilentProgress()
     report.start("loading", rounds * (1 + len(prepared)), unit="rounds")
@@ -115,6 +115,14 @@ def bench_loading(
         "rounds": rounds,
         "folders": rows,
     }
+
+
+def _may_be_prepared(folder: Path) -> bool:
+    """Whether `moequant prepare` wrote it, or it cannot be searched, which loading then says."""
+    try:
+        return is_prepared_folder(folder)
+    except CheckpointError:
+        return True
 
 
 def _row(

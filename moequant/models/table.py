@@ -207,17 +207,31 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
     """The architectures of a user's file, in the schema of architectures.toml.
 
     Raises:
-        ArchitectureError: the file is unreadable, not TOML, or against the schema; names the key.
+        ArchitectureError: `file` is no path, or the file is unreadable, not TOML, or against the
+            schema; names the key.
     """
-    path = Path(file)
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
+        path = Path(file)
+    except TypeError:
+        raise ArchitectureError(
+            f"architecture is {show(file)}, but must be the path of a TOML file, as a str or Path: "
+            "docs/architectures.md"
+        ) from None
+    try:
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ArchitectureError(
             f"{path}: {reason}; describe the architecture in a TOML file: docs/architectures.md"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # the path has a NUL, or half of a surrogate pair
+        raise ArchitectureError(
+            f"architecture is {show(str(file))}, but must be the path of a TOML file: {error}; "
+            "remove that character"
+        ) from None
+    try:
+        document = tomllib.loads(text)
+    except ValueError as error:  # not only TOMLDecodeError: a number may have too many digits
         raise ArchitectureError(f"{path}: not TOML: {error}") from None
     return _architectures_of(document, str(path))
 

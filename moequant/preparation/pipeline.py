@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
@@ -26,12 +24,14 @@ from moequant.runtime.prepared_manifest import (
 )
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.storage.folder import entries, given_folder, searched
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from moequant.progress import Progress
     from moequant.runtime.activations import ActivationsChoice
@@ -80,21 +80,22 @@ def prepare(
 
     Raises:
         ArchitectureError: the file `architecture` is none.
-        CheckpointError: not a converted checkpoint, or a damaged one.
+        CheckpointError: not a converted checkpoint, a damaged one, or a prepared folder that cannot
+            be searched.
         UnsupportedError: no kernel of the target takes the format with these activations, or not in
             this shape.
         MoequantError: the folder cannot be written, or another run is writing it.
     """
     check_target(target)
     check_activations(activations)
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(converted))  # noqa: PTH111
+    path = given_folder("converted", converted)
     checkpoint = ConvertedCheckpoint.open(
         path, architecture=architecture, quantized_activations=True
     )
     layouts = _expert_layouts(checkpoint, target, activations)
     folder = checkpoint.checkpoint.path / PREPARED_FOLDER / target
-    _check_replaceable(folder)
+    with searched(folder):
+        _check_replaceable(folder)
     manifest = None if overwrite else _fitting_manifest(folder, checkpoint, target, layouts)
     work = folder.with_name(f".{target}.partial")
     if manifest is not None:
@@ -106,7 +107,7 @@ def prepare(
             manifest = _write(work, checkpoint, target, layouts, progress)
             _put_in_place(work, folder)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            _remove(work)
     return PreparationResult(folder=folder, manifest=manifest, state="prepared")
 
 
@@ -221,8 +222,8 @@ def _check_replaceable(folder: Path) -> None:
 
 def _check_no_other_files(folder: Path) -> None:
     """Ask whether replacing the folder would remove files that `prepare` does not write."""
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    others = [entry.name for entry in entries if not is_prepared_file(entry.name)]
+    there = entries(folder) if folder.is_dir() else []
+    others = [entry.name for entry in there if not is_prepared_file(entry.name)]
     if others:
         raise MoequantError(
             f"{folder}: would be replaced, but holds files that moequant prepare does not write: "
@@ -244,7 +245,14 @@ def _remove_left_over(work: Path) -> None:
     """Remove the work folder of a run that was killed when all was in place."""
     if work.exists():
         with suppress(MoequantError), exclusive(work, "preparation"):
-            shutil.rmtree(work, ignore_errors=True)
+            _remove(work)
+
+
+def _remove(work: Path) -> None:
+    """Remove the work folder, the lock last: once it is gone, the folder may be another run's."""
+    for left_over in (work / _WRITTEN, work / _REPLACED):
+        shutil.rmtree(left_over, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _total_bytes(converted: ConvertedCheckpoint, layers: Iterable[int]) -> int:

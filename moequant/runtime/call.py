@@ -15,7 +15,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.kernels.calls import part_tokens
 from moequant.runtime.activations import FP8_TENSOR
-from moequant.runtime.inputs import NAMES, check_inputs, check_out, check_workspace
+from moequant.runtime.inputs import NAMES, check_apart, check_inputs, check_out, check_workspace
 from moequant.runtime.routing import weight_input
 from moequant.runtime.workspace import shared_workspace
 
@@ -66,6 +66,7 @@ def run_experts(
             f"without {names.hidden_scale}, or name another backend"
         )
     tokens, topk = topk_ids.shape
+    given = out
     if out is None:
         dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
         out = torch.empty(hidden_states.shape, dtype=dtype, device=hidden_states.device)
@@ -77,6 +78,9 @@ def run_experts(
         workspace = shared_workspace(hidden_states.device, size_bytes)
     else:
         check_workspace(workspace, size_bytes, hidden_states.device)
+    if given is not None:
+        others = (hidden_states, topk_weights, topk_ids, hidden_scale, expert_map, workspace)
+        check_apart(given, others, names)
     if weight_on_input:
         hidden_states, hidden_scale, topk_weights = weight_input(
             hidden_states, hidden_scale, topk_weights

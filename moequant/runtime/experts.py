@@ -19,9 +19,9 @@ from moequant.runtime.call import (
     workspace_bytes_of_parts,
 )
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_expert_map, check_input_scales
+from moequant.runtime.inputs import check_count, check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
-from moequant.runtime.packing import pack_experts, scheme_of
+from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class FusedExperts(nn.Module):
         self._names = tuple(packed.tensors)
         self._layout = packed.layout
         self._workload = packed.workload
+        if packed is weights:
+            # What was packed with other choices; else `pack_experts` has made these.
+            check_activations(activations)
+            device = packed.workload.device
+            select(self._workload_for(activations, packed.tensors, device), backend)
         self._ready: dict[str, _Ready] = {}
         self._handle = experts_op.handle_of(self)
         self.backend = backend
@@ -217,6 +222,8 @@ class FusedExperts(nn.Module):
             UnsupportedError: no backend runs the experts where they are now.
         """
         activations = self.activations if activations is None else activations
+        if type(activations) is not str:  # what cannot be looked up is refused, too
+            check_activations(activations)
         ready = self._ready.get(activations)
         if ready is None or not ready.fits(self._buffers, self.backend):
             ready = self._ready[activations] = self._make_ready(activations)
@@ -226,8 +233,10 @@ class FusedExperts(nn.Module):
         """The most tokens of a part of a call of [tokens, topk] token-expert pairs.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: no backend runs the experts where they are now, or `tokens` or `topk`
+                is no whole number, or less than 0.
         """
+        tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
         most = max_tokens_of(self.packed().workload, topk, self.max_tokens)
         return -(-tokens // parts_of(tokens, most))
 
@@ -235,7 +244,7 @@ class FusedExperts(nn.Module):
         """As `PackedExperts.kernels_for`, for a call that may run in parts.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
         """
         return self.packed().kernels_for(self.part_tokens(tokens, topk), topk)
 
@@ -249,7 +258,7 @@ class FusedExperts(nn.Module):
             topk: T.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
             MoequantError: the compiler refuses a kernel.
         """
         self.packed().compile_ahead([self.part_tokens(M, topk) for M in tokens], topk)
@@ -261,8 +270,9 @@ class FusedExperts(nn.Module):
         what they need from torch's allocator, and say 0.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now.
+            UnsupportedError: as `part_tokens`.
         """
+        tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
         packed = self.packed()
         parts = parts_of(tokens, max_tokens_of(packed.workload, topk, self.max_tokens))
         return workspace_bytes_of_parts(packed, tokens, topk, parts)

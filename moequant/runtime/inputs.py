@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +20,7 @@ from moequant.runtime.block_scaled import LARGEST_GLOBAL_SCALE, LEAST_GLOBAL_SCA
 from moequant.runtime.routing import ID_DTYPES, NOWHERE, WEIGHT_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -57,9 +58,13 @@ def check_inputs(
     """Check the arguments of a call, see `FusedExperts.forward`; reads no values.
 
     Raises:
-        UnsupportedError: a dtype, shape or device that no backend takes; or router weights that
-            multiply the input, and more than one of them a token.
+        UnsupportedError: a dtype, shape or device that no backend takes; router weights that
+            multiply the input, and more than one of them a token; or `weight_on_input` is no bool.
     """
+    if weight_on_input is not True and weight_on_input is not False:
+        raise UnsupportedError(
+            f"apply_router_weight_on_input is {weight_on_input!r}, but must be True or False"
+        )
     hidden, device = workload.hidden, workload.device
     check_tensor(names.hidden_states, hidden_states)
     _check_quantized(hidden_states, hidden_scale, workload.activations, names)
@@ -114,6 +119,48 @@ def check_out(
             f"{names.out} is {list(out.shape)} with strides {list(out.stride())}, but must be a "
             f"contiguous {list(hidden_states.shape)}"
         )
+
+
+def check_apart(out: Tensor, others: Sequence[Tensor | None], names: ArgumentNames = NAMES) -> None:
+    """Check that a call does not write its result over what it reads; reads no values.
+
+    Kernels read some tokens when they have written others. It takes a microsecond, and half of one
+    more for each argument that is not contiguous.
+
+    Args:
+        out: contiguous, as `check_out` says.
+        others: hidden states, router weights, ids, their scale or None, expert_map or None, and
+            workspace, in this order.
+        names: for messages.
+
+    Raises:
+        UnsupportedError: the bytes from the first to the last element of one overlap those of
+            `out`.
+    """
+    start = out.data_ptr()
+    stop = start + out.nbytes
+    if start in (0, stop):  # "meta" has no addresses
+        return
+    for position, tensor in enumerate(others):
+        if tensor is None:
+            continue
+        first = tensor.data_ptr()
+        if first < stop and start < first + _extent_bytes(tensor):
+            known = (names.hidden_states, "topk_weights", "topk_ids", names.hidden_scale)
+            name = (*known, "expert_map", "workspace")[position]
+            raise UnsupportedError(
+                f"{names.out} is at {start:#x} to {stop:#x}, where {name} is too, from {first:#x}, "
+                "but must have memory that no other argument has; give a tensor of its own"
+            )
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor to its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((extent - 1) * stride for extent, stride in strides)
+    return tensor.itemsize * (last + 1) if tensor.numel() else 0
 
 
 def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) -> None:
@@ -223,6 +270,28 @@ def _check(
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
+
+
+def whole_number(value: Any) -> int:
+    """An integer of any library; raises TypeError for what is none, such as a truth value."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(f"{value!r} is a truth value")
+    return index(value)
+
+
+def check_count(name: str, value: object) -> int:
+    """A number of tokens or of experts that a caller gives.
+
+    Raises:
+        UnsupportedError: it is no whole number, or less than 0.
+    """
+    try:
+        count = whole_number(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UnsupportedError(f"{name} is {value!r}, but must be a whole number, at least 0")
+    return count
 
 
 def check_tensor(name: str, value: object) -> None:

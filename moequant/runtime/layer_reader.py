@@ -33,10 +33,10 @@ from moequant.runtime.backends.stacked import (
     room,
 )
 from moequant.runtime.inputs import check_input_scales
-from moequant.runtime.packing import pack_experts, scheme_of
+from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
 from moequant.runtime.staging import Read, Staging
-from moequant.runtime.weights import ExpertWeights
+from moequant.runtime.weights import ExpertWeights, check_runnable
 from moequant.storage.headers import DTYPES
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class LayerReader:
             CheckpointError: as `read`; or a prepared layer is stale.
             UnsupportedError: as `read`; or no backend runs the experts on the device.
         """
+        self._check(layer, experts, backend, activations)
         if self._prepared is None:
             weights = self.read(layer, experts)
             if self._takes_input_scales(layer, activations):
@@ -123,15 +124,61 @@ class LayerReader:
     ) -> Iterator[tuple[int, PackedExperts]]:
         """As `load` for one layer after another, with activations by `choose_activations`.
 
+        That a backend runs each of them is known before the first is read.
         Of a prepared folder the next layer is on its way while one is completed; memory on the
         device is taken for both.
         """
-        chosen = ((layer, self.choose_activations(layer, activations)) for layer in layers)
+        check_activations(activations)
+        chosen = [(layer, self.choose_activations(layer, activations)) for layer in layers]
+        for layer, wanted in chosen:
+            self._check(layer, experts, backend, wanted)
         if self._prepared is not None:
             yield from self._load_prepared(chosen, experts, backend)
             return
         for layer, wanted in chosen:
             yield layer, self.load(layer, experts, backend=backend, activations=wanted)
+
+    def _check(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        backend: str | None,
+        activations: ActivationsChoice,
+    ) -> None:
+        """Refuse a layer that no backend runs, by what config.json and headers say of it.
+
+        Backend and activations are those that `load` will choose, before it reads any weight.
+        """
+        check_activations(activations)
+        if self._prepared is not None:
+            format = self._prepared.entry(layer).format
+            if self.converted.format_of_experts(layer) != format:
+                return  # stale, which opening it says
+        else:
+            module = partial(self.converted.expert_module, layer, experts[0])
+            format = self.converted.encoded(module(self.converted.moe.projections[0])).format
+        check_runnable(format)
+        static = self._takes_input_scales(layer, activations)
+        scheme = scheme_of(format, activations, static=static)
+        bias = self.converted.has_biases
+        workload = self._workload(layer, format, scheme, experts=len(experts), bias=bias)
+        select(workload, backend)
+
+    def _workload(
+        self, layer: int, format: str, scheme: str, *, experts: int, bias: bool
+    ) -> Workload:
+        """What a backend is asked to run: so many experts of a layer."""
+        moe = self.converted.moe
+        return Workload(
+            format=format,
+            activations=scheme,
+            experts=experts,
+            hidden=moe.hidden,
+            intermediate=moe.intermediate,
+            device=self.device,
+            act_fn=act_fn_of(self.converted, layer),
+            bias=bias,
+        )
 
     def choose_activations(self, layer: int, activations: ActivationsChoice) -> ActivationsChoice:
         """What "format" stands for, where config.json says more than the format; else as given.
@@ -192,17 +239,9 @@ class LayerReader:
         file, layout, format = self._prepared.open_layer(layer)
         static = self._takes_input_scales(layer, activations)
         scales = self._prepared_input_scales(layer, experts, file) if static else {}
-        moe = self.converted.moe
-        workload = Workload(
-            format=format,
-            activations=scheme_of(format, activations, static=static),
-            experts=len(experts),
-            hidden=moe.hidden,
-            intermediate=moe.intermediate,
-            device=self.device,
-            act_fn=act_fn_of(self.converted, layer),
-            bias="w2_bias" in file.tensors,
-        )
+        scheme = scheme_of(format, activations, static=static)
+        bias = "w2_bias" in file.tensors
+        workload = self._workload(layer, format, scheme, experts=len(experts), bias=bias)
         chosen = select(workload, backend)
         # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)

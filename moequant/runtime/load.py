@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from operator import index
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
@@ -13,13 +10,15 @@ import torch
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
+from moequant.runtime.inputs import whole_number
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
 from moequant.runtime.prepared import PreparedCheckpoint
-from moequant.storage.folder import is_prepared_folder
+from moequant.storage.folder import given_folder, is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -67,8 +66,8 @@ def load_experts(
     Bytes go from the files to the device through a pinned buffer of fixed size; what a dialect or a
     prepared layout permutes is put in order there. The host holds no tensor of a layer.
 
-    Several layers come as a dict; all arguments are checked before the first byte is read. To hold
-    one at a time, call once for each.
+    Several layers come as a dict. All arguments are checked, and that a backend runs each layer,
+    before the first weight is read. To hold one layer at a time, call once for each.
 
     Args:
         checkpoint: a converted checkpoint, or a folder that `moequant prepare` wrote in one; of
@@ -99,7 +98,7 @@ def load_experts(
     chosen = _choose(reader.converted, experts)
     # Integers of other libraries have __index__, too; so have their arrays.
     one = isinstance(layer, SupportsIndex) and not isinstance(layer, Iterable)
-    layers = _indices("layer", [layer] if one else layer)
+    layers = _indices("layer", layer, [layer] if one else layer)
     _check(reader.converted, layers)
     loaded = {}
     packed = reader.load_each(layers, chosen, backend=backend, activations=activations)
@@ -127,11 +126,11 @@ def open_reader(
 
     Raises:
         ArchitectureError: the file `architecture` is invalid.
-        CheckpointError: neither of the two, or a prepared folder outside a checkpoint.
-        UnsupportedError: an unknown architecture or quantization.
+        CheckpointError: neither of the two, a prepared folder outside a checkpoint, or a folder
+            that cannot be searched.
+        UnsupportedError: an unknown architecture or quantization, or `checkpoint` is no path.
     """
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    folder = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
+    folder = given_folder("checkpoint", checkpoint)
     if is_prepared_folder(folder):
         prepared = PreparedCheckpoint.open(
             folder, architecture=architecture, quantized_activations=True
@@ -143,9 +142,12 @@ def open_reader(
     return LayerReader(converted, device)
 
 
-def _indices(name: str, given: Any) -> list[int]:
+def _indices(name: str, given: Any, each: Any) -> list[int]:
+    """The whole numbers in `each`, of what is given; texts and bytes hold none."""
     try:
-        return [index(one) for one in given]
+        if isinstance(each, str | bytes | bytearray | memoryview):
+            raise TypeError(f"{type(each).__name__} holds no numbers")
+        return [whole_number(one) for one in each]
     except TypeError as error:
         raise UnsupportedError(
             f"{name} is {given!r}, but must be a whole number, or several"
@@ -154,7 +156,7 @@ def _indices(name: str, given: Any) -> list[int]:
 
 def _choose(converted: ConvertedCheckpoint, experts: Sequence[int] | None) -> list[int]:
     everything = range(converted.moe.experts)
-    chosen = _indices("experts", everything if experts is None else experts)
+    chosen = _indices("experts", experts, everything if experts is None else experts)
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(everything):
         raise UnsupportedError(
             f"experts is {chosen}, but must be one or several, all different, from 0 to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING, get_args
 
 from moequant.errors import UnsupportedError
@@ -75,9 +76,9 @@ def check_activations(activations: str) -> None:
     Raises:
         UnsupportedError: they are none of ACTIVATIONS.
     """
-    if activations not in ACTIVATIONS:
+    if not isinstance(activations, str) or activations not in ACTIVATIONS:
         raise UnsupportedError(
-            f"activations is {activations!r}, but must be one of: {', '.join(ACTIVATIONS)}"
+            f"activations is {show(activations)}, but must be one of: {', '.join(ACTIVATIONS)}"
         )
 
 

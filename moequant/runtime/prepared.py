@@ -174,6 +174,18 @@ class PreparedCheckpoint:
     def _remedy(self) -> str:
         return remedy_of(self.folder, self.manifest)
 
+    def entry(self, layer: int) -> PreparedLayer:
+        """What the manifest says of a layer.
+
+        Raises:
+            CheckpointError: the layer is not there.
+        """
+        entry = self.manifest.layers.get(layer)
+        if entry is None:
+            have = ", ".join(map(str, self.manifest.layers))
+            raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
+        return entry
+
     def open_layer(self, layer: int) -> tuple[LayerFile, Layout, str]:
         """The file of a layer, the layout it is in, and its format.
 
@@ -182,10 +194,7 @@ class PreparedCheckpoint:
                 or in a layout that no backend reads.
             UnsupportedError: config.json says something of the layer that is not supported.
         """
-        entry = self.manifest.layers.get(layer)
-        if entry is None:
-            have = ", ".join(map(str, self.manifest.layers))
-            raise CheckpointError(f"{self.folder}: no layer {layer}; prepared layers: {have}")
+        entry = self.entry(layer)
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry, self._remedy)
@@ -346,10 +355,11 @@ def check_size(path: Path, entry: PreparedLayer, remedy: str) -> FixedFile:
         remedy: what to do if it has another.
 
     Raises:
-        CheckpointError: it has not, or it is not there.
+        CheckpointError: it has not, it is not there, or it may not be read.
     """
     try:
         file = FixedFile.at(path)
+        file.read(0, 0)  # opens it: who may not read it is not told that it is damaged
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or {remedy}") from error
     if file.size_bytes != entry.bytes:

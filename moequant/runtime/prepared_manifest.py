@@ -28,6 +28,7 @@ from moequant.storage.buffers import tensor_bytes
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
+from moequant.storage.folder import entries
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
@@ -175,10 +176,13 @@ def prepared_folders(checkpoint: Path) -> list[Path]:
     """The prepared folders of a checkpoint, of each target, without unfinished preparations.
 
     What else is in their parent is among them, so that a check can name it.
+
+    Raises:
+        CheckpointError: their parent cannot be listed.
     """
     root = checkpoint / PREPARED_FOLDER
     # A hidden folder is an unfinished preparation.
-    found = [entry for entry in root.iterdir() if entry.name[0] != "."] if root.is_dir() else []
+    found = [entry for entry in entries(root) if entry.name[0] != "."] if root.is_dir() else []
     return sorted(found, key=lambda entry: natural_key(entry.name))
 
 

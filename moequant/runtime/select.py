@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING
 
-from moequant.errors import UnsupportedError
+from moequant.errors import UnsupportedError, nearest_names
 from moequant.runtime.activations import GROUPS
 from moequant.runtime.backends import REGISTRY, backends
 
@@ -30,8 +31,10 @@ def select(
         for candidate in backends().values():
             if _why_not_default(candidate, workload, layout) is None:
                 return candidate
-    elif backend in backends() and _why_not(backends()[backend], workload, layout) is None:
-        return backends()[backend]
+    else:
+        named = _named(backend)
+        if named is not None and _why_not(named, workload, layout) is None:
+            return named
     raise UnsupportedError(_refusal(workload, backend, layout))
 
 
@@ -46,6 +49,11 @@ def why_not(backend: Backend, workload: Workload) -> str | None:
         if backend.name in REGISTRY:
             raise
         return f"cannot say whether it runs this: {error!r}"
+
+
+def _named(backend: object) -> Backend | None:
+    """The backend of that name; None if there is none, or it is no name."""
+    return backends().get(backend) if isinstance(backend, str) else None
 
 
 def _why_not(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
@@ -71,12 +79,15 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
         f"{workload.format} with activations {workload.activations}, E {workload.experts}, "
         f"H {workload.hidden}, I {workload.intermediate}, {function} on {workload.device}"
     )
-    if backend in backends():
-        lines = [_refusal_of(backends()[backend], workload, layout, asked)]
+    named = _named(backend)
+    if named is not None:
+        lines = [_refusal_of(named, workload, layout, asked)]
     else:
         subject = "no backend runs"
         if backend is not None:
-            subject = f"there is no backend {backend!r} to run"
+            meant = nearest_names(backend, backends()) if isinstance(backend, str) else []
+            question = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+            subject = f"there is no backend {show(backend)}{question} to run"
         reasons = {b.name: _why_not_default(b, workload, layout) for b in backends().values()}
         lines = [f"{subject} {asked}:"]
         lines += [f"  {name}: {reason or 'runs it'}" for name, reason in reasons.items()]

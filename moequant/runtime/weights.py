@@ -244,6 +244,20 @@ def _check_types(weights: ExpertWeights) -> None:
             raise UnsupportedError(
                 f"{name} is {type(value).__name__}, but must be {expected.__name__}"
             )
+        if isinstance(value, QuantizedWeight):
+            _check_parts_are_typed(name, value)
+
+
+def _check_parts_are_typed(name: str, q: QuantizedWeight) -> None:
+    for field, value, expected in (("format", q.format, str), ("shape", q.shape, (list, tuple))):
+        if not isinstance(value, expected):
+            wanted = "a name" if field == "format" else "[E, N, K]"
+            raise UnsupportedError(
+                f"{name}.{field} is {type(value).__name__}, but must be {wanted}"
+            )
+    # Of every format, also of plain ones: there the scale is 1, as plain_weight makes it.
+    for part, tensor in q.tensors().items():
+        check_tensor(f"{name}.{part}", tensor)
 
 
 def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
@@ -254,7 +268,15 @@ def _check_same_format(weights: dict[str, QuantizedWeight]) -> None:
             f"the projections of a layer share one format, but here: {found}; "
             "convert all three by one rule"
         )
-    format = next(iter(formats.values()))
+    check_runnable(next(iter(formats.values())))
+
+
+def check_runnable(format: str) -> None:
+    """Refuse weights of a format that no backend runs.
+
+    Raises:
+        UnsupportedError: experts do not run in it, or no format is called that.
+    """
     if format not in RUNNABLE:
         get_format(format)
         raise UnsupportedError(

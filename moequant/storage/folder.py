@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from reprlib import repr as show
 from typing import TYPE_CHECKING
 
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.storage.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -20,7 +24,7 @@ from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path, PurePath
+    from pathlib import PurePath
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_WEIGHTS = (
@@ -117,20 +121,74 @@ def check_is_checkpoint(root: Path) -> None:
         raise CheckpointError(f"{root}: {UNFINISHED}")
 
 
+def given_folder(argument: str, value: object) -> Path:
+    """The path of a folder that a caller gives, whether or not it exists; "~" is a home folder.
+
+    Args:
+        argument: its name, for messages.
+        value: what is given.
+
+    Raises:
+        CheckpointError: no folder can have that path.
+        UnsupportedError: it is neither a text nor a path.
+    """
+    wanted = "but must be the path of a checkpoint's folder"
+    # os.fspath, because not every os.PathLike is a text.
+    given = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(given, str):
+        raise UnsupportedError(f"{argument} is {show(value)}, {wanted}, as a str or Path")
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(given))  # noqa: PTH111
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise CheckpointError(
+                f"{argument} is {show(given)}, {wanted}: {error.strerror}; give a shorter path"
+            ) from error
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise CheckpointError(
+            f"{argument} is {show(given)}, {wanted}: {error}; remove that character"
+        ) from error
+    return path
+
+
 def is_prepared_folder(path: Path) -> bool:
-    """Whether `path` is a folder that `moequant prepare` wrote."""
+    """Whether `path` is a folder that `moequant prepare` wrote.
+
+    Raises:
+        CheckpointError: the folder cannot be searched.
+    """
+    with searched(path):
+        return _has_manifest(path)
+
+
+def _has_manifest(path: Path) -> bool:
+    """As `is_prepared_folder`; raises OSError."""
     return (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).exists()
+
+
+@contextmanager
+def searched(path: Path) -> Iterator[None]:
+    """Turn an OSError of a look into `path` into a CheckpointError with advice."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be searched: {error.strerror}; check its permissions, and those of "
+            "the folders it is in"
+        ) from error
 
 
 def _meant_instead(root: Path) -> str | None:
     """What to give instead of a prepared folder, or of their parent; None for other folders."""
     place = root.resolve()
     if place.name == PREPARED_FOLDER:
-        prepared = [entry for entry in sorted(root.iterdir()) if is_prepared_folder(entry)]
+        prepared = [entry for entry in sorted(root.iterdir()) if _has_manifest(entry)]
         if prepared:
             others = " or ".join(map(str, prepared))
             return f"the checkpoint, {place.parent}, or, to inspect or run it, {others}"
-    elif place.parent.name == PREPARED_FOLDER and is_prepared_folder(root):
+    elif place.parent.name == PREPARED_FOLDER and _has_manifest(root):
         return f"the checkpoint, {place.parent.parent}"
     return None
 

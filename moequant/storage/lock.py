@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+import stat
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError
@@ -34,15 +35,28 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
     """
     path = folder / "lock"
     with explained(folder, "created"):
-        folder.mkdir(parents=True, exist_ok=True)
+        made = _make(folder)
     with explained(path, "locked"):
-        descriptor = _lock(path)
+        descriptor = _lock(path) if made else None
     if descriptor is None:
         raise MoequantError(f"{folder}: another {what} is running here; wait for it, or stop it")
     try:
         yield
     finally:
         os.close(descriptor)
+
+
+def _make(folder: Path) -> bool:
+    """Whether `folder` is there now; False if another run was making or removing it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # It was there, and then it was no folder: a file, or a folder removed in between.
+        with suppress(FileNotFoundError):
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise
+        return False
+    return True
 
 
 def _lock(path: Path) -> int | None:

@@ -311,6 +311,11 @@ class ConvertedCheckpoint:
                 f"{list(wanted)}; convert the checkpoint again, or correct its config.json"
             )
 
+    @property
+    def has_biases(self) -> bool:
+        """Whether the architecture's experts have biases."""
+        return self.architecture.stacked is not None and self.architecture.stacked.biased
+
     def read_biases(self, layer: int) -> dict[str, Tensor] | None:
         """Biases of all experts of a layer, or None where the architecture has none.
 

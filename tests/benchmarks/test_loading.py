@@ -6,6 +6,7 @@ import torch
 from moequant.benchmarks import loading
 from moequant.benchmarks.loading import bench_loading
 from moequant.conversion import convert
+from moequant.errors import CheckpointError
 from moequant.preparation import prepare
 from moequant.storage.buffers import tensor_bytes
 
@@ -66,6 +67,19 @@ def test_a_folder_that_is_not_loaded_is_named_with_the_reason(converted, tmp_pat
     whole, broken = bench_loading(copy, device="cpu", rounds=1)["folders"]
     assert "error" not in whole
     assert "prepare" in broken["error"]
+
+
+def test_a_folder_that_cannot_be_searched_is_named_and_the_others_are_timed(converted, forbid):
+    forbid(converted / "moequant-prepared" / "sm90")
+    whole, closed = bench_loading(converted, device="cpu", rounds=1)["folders"]
+    assert "error" not in whole
+    assert "sm90: cannot be searched: Permission denied; check its permissions" in closed["error"]
+
+
+def test_a_folder_of_prepared_ones_that_cannot_be_listed_is_refused(converted, forbid):
+    forbid(converted / "moequant-prepared")
+    with pytest.raises(CheckpointError, match=r"cannot be listed: Permission denied; check its"):
+        bench_loading(converted, device="cpu", rounds=1)
 
 
 @pytest.mark.gpu

@@ -211,6 +211,17 @@ def test_a_prepared_folder_where_a_checkpoint_is_wanted_names_that(run, prepared
     assert f"give the checkpoint, {prepared.parents[1].resolve()}\n" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["inspect", "warm-up", "prepare"])
+def test_a_folder_that_cannot_be_searched_exits_3_with_advice(run, prepared, forbid, command):
+    forbid(prepared)
+    given = prepared if command in ("inspect", "warm-up") else prepared.parents[1]
+    options = ["--target", "sm100"] if command == "prepare" else COMMANDS.get(command, [])
+    result = run(command, given, *options)
+    assert result.exit_code == 3
+    assert f"{prepared}: cannot be " in result.stderr
+    assert "ed: Permission denied; check its permissions" in result.stderr
+
+
 def test_a_prepared_folder_that_was_moved_says_where_it_belongs(run, prepared, tmp_path):
     moved = shutil.copytree(prepared, tmp_path / "sm100")
     result = run("inspect", moved)

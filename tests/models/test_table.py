@@ -513,3 +513,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ArchitectureError, match=r"bytes.toml: not UTF-8 text"):
         read_architectures(tmp_path / "bytes.toml")
+
+
+@pytest.mark.parametrize("file", [5, [], b"mine.toml"])
+def test_a_file_that_is_no_path_is_refused_by_name(file):
+    with pytest.raises(ArchitectureError, match=r"^architecture is .*, but must be the path of a"):
+        read_architectures(file)
+
+
+def test_a_path_that_no_file_can_have_is_refused_by_name():
+    said = r"^architecture is 'a\\x00b', but must be the path of a TOML file: embedded null byte;"
+    with pytest.raises(ArchitectureError, match=said):
+        read_architectures("a\0b")
+    with pytest.raises(ArchitectureError, match="File name too long; describe the architecture"):
+        read_architectures("x" * 5000)
+
+
+def test_a_number_of_too_many_digits_is_no_toml(tmp_path):
+    (tmp_path / "mine.toml").write_text(f"a = {'9' * 5000}")
+    with pytest.raises(ArchitectureError, match=r"mine.toml: not TOML: Exceeds the limit"):
+        read_architectures(tmp_path / "mine.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -774,6 +775,41 @@ def test_a_folder_that_cannot_be_made_is_explained(own):
     (path / "moequant-prepared").touch()
     with pytest.raises(MoequantError, match=r"moequant-prepared.*: cannot be .* again"):
         prepare(path, target="sm90")
+
+
+def test_a_folder_that_cannot_be_searched_is_refused_with_advice(own, forbid):
+    path = own("mxfp4")
+    folder = prepare(path, target="sm90").folder
+    forbid(folder)
+    with pytest.raises(CheckpointError, match=r"sm90: cannot be searched: Permission denied; che"):
+        load_experts(folder, 0)
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=r"sm90: cannot be listed: Permission denied; ch"):
+            prepare(path, target="sm90", overwrite=overwrite)
+    assert load_experts(path, 0).weights.experts == 4
+    forbid(folder.parent)
+    with pytest.raises(CheckpointError, match=r"sm90: cannot be searched: Permission denied; che"):
+        prepare(path, target="sm90")
+
+
+def test_a_layer_that_may_not_be_read_is_not_called_damaged(own, monkeypatch):
+    folder = prepare(own("mxfp4"), target="sm90").folder
+    opened = os.open
+
+    def refusing(path, *arguments, **options):
+        if Path(path).name == "layer-00000.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    said = r"00000.safetensors: cannot be read: Permission denied; .*, or run moequant prepare"
+    with pytest.raises(CheckpointError, match=said):
+        load_experts(folder, 0)
+    # At another time its digest would be compared, which reads it too.
+    os.utime(folder / "layer-00000.safetensors", ns=(0, 0))
+    with pytest.raises(CheckpointError, match=said):
+        load_experts(folder, 0)
+    assert load_experts(folder, 1).weights.experts == 4
 
 
 def test_a_path_may_begin_with_a_tilde(own, monkeypatch):

@@ -7,6 +7,7 @@ holds for every element of any correct float32 evaluation.
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize
-from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.backends import torch_reference
 
 U = 2.0**-24
@@ -443,6 +444,31 @@ def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
     assert torch.equal(module(*layer.call), before)
 
 
+@pytest.mark.parametrize("wrong", ["no", "", 0, 1, None, []])
+def test_whether_the_input_is_weighted_is_true_or_false(layers, wrong):
+    layer = layers.make(T=1)
+    said = "^apply_router_weight_on_input is .*, but must be True or False$"
+    with pytest.raises(UnsupportedError, match=said):
+        plain(layer)(*layer.call, apply_router_weight_on_input=wrong)
+
+
+@pytest.mark.parametrize("name", ["tokens", "topk"])
+@pytest.mark.parametrize("wrong", ["a", -1, 1.0, None, True])
+def test_numbers_of_pairs_are_checked(layers, name, wrong):
+    experts = plain(layers.make())
+    pairs = {"tokens": 4, "topk": 2, name: wrong}
+    said = f"^{name} is {wrong!r}, but must be a whole number, at least 0$"
+    for method in (experts.workspace_bytes, experts.part_tokens, experts.kernels_for):
+        with pytest.raises(UnsupportedError, match=said):
+            method(**pairs)
+
+
+def test_numbers_of_pairs_may_be_integers_of_another_library(layers):
+    experts = plain(layers.make())
+    assert experts.part_tokens(torch.tensor(5), 2) == 5
+    assert experts.workspace_bytes(torch.tensor(0), torch.tensor(0)) == 0
+
+
 @pytest.mark.parametrize("weights", [{}, None, torch.zeros(2, 2)])
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(UnsupportedError, match=r"weights is .*, but must be ExpertWeights"):
@@ -479,6 +505,48 @@ def test_unknown_activations_are_refused(layers):
         FusedExperts(layer.weights, activations="fp8")
     with pytest.raises(UnsupportedError, match=r"activations is 'fp8'"):
         plain(layer)(*layer.call, activations="fp8")
+
+
+NO_NAMES = [5, [], {}, ("none",)]
+
+
+@pytest.mark.parametrize("wrong", [*NO_NAMES, None, "fp8"])
+def test_activations_that_are_none_are_refused_in_one_way(layers, wrong):
+    layer = layers.make()
+    packed = pack_experts(layer.weights)
+    said = f"^{re.escape(f'activations is {wrong!r}, but must be one of: format, none')}"
+    for weights in (layer.weights, packed):
+        with pytest.raises(UnsupportedError, match=said):
+            FusedExperts(weights, activations=wrong)
+    experts = plain(layer)
+    if wrong is not None:  # which stands for the module's own
+        with pytest.raises(UnsupportedError, match=said):
+            experts(*layer.call, activations=wrong)
+    experts.activations = wrong
+    with pytest.raises(UnsupportedError, match=said):
+        experts(*layer.call)
+
+
+@pytest.mark.parametrize("wrong", [*NO_NAMES, "fast"])
+def test_a_backend_that_is_none_is_refused_in_one_way(layers, wrong):
+    layer = layers.make()
+    packed = pack_experts(layer.weights)
+    said = f"^{re.escape(f'there is no backend {wrong!r} to run fp8_block')}"
+    for weights in (layer.weights, packed):
+        with pytest.raises(UnsupportedError, match=said):
+            FusedExperts(weights, backend=wrong)
+    experts = plain(layer)
+    experts.backend = wrong
+    with pytest.raises(UnsupportedError, match=said):
+        experts(*layer.call)
+
+
+def test_packed_experts_are_refused_where_no_backend_runs_them(layers):
+    packed = pack_experts(layers.make().weights)
+    with pytest.raises(UnsupportedError, match=r"^backend 'triton' does not run fp8_block .*cpu"):
+        FusedExperts(packed, backend="triton")
+    with pytest.raises(UnsupportedError, match="no backend runs fp8_block with activations nvfp4"):
+        FusedExperts(pack_experts(layers.make(H=200).weights), activations="nvfp4")
 
 
 @pytest.mark.parametrize("activations", ["format", "none"])
@@ -529,3 +597,75 @@ def test_a_weight_that_is_no_buffer_any_more_is_named(layers, gone):
         experts.w13_qdata = None if gone is None else torch.nn.Parameter(w13, requires_grad=False)
     with pytest.raises(UnsupportedError, match="w13_qdata of these experts is no buffer any more"):
         experts(*layer.call)
+
+
+def overlapping(name, layer):
+    """A call, and an `out` that shares bytes with its argument `name`."""
+    hidden, topk_weights, ids = layer.call
+    M, H = hidden.shape
+    arguments = {"hidden_states": hidden, "topk_weights": topk_weights, "topk_ids": ids}
+    arguments["expert_map"] = torch.arange(6)
+    if name == "all of hidden_states":
+        return arguments, hidden
+    buffer = torch.zeros(2 * M * H)
+    if name == "rows of hidden_states":
+        arguments["hidden_states"] = buffer[: M * H].view(M, H).copy_(hidden)
+        return arguments, buffer[H : (M + 1) * H].view(M, H)
+    if name == "columns of hidden_states":
+        wide = buffer.view(M, 2 * H)
+        arguments["hidden_states"] = wide[:, H:].copy_(hidden)
+        return arguments, buffer[: M * H].view(M, H)
+    if name == "workspace":
+        arguments[name] = buffer.view(torch.uint8)
+    else:
+        like = arguments[name]
+        place = buffer[-like.nbytes // 4 :].view(like.dtype)
+        arguments[name] = place.view(like.shape).copy_(like)
+    return arguments, buffer[-M * H :].view(M, H)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 100])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all of hidden_states",
+        "rows of hidden_states",
+        "columns of hidden_states",
+        "topk_weights",
+        "topk_ids",
+        "expert_map",
+        "workspace",
+    ],
+)
+def test_an_output_where_another_argument_lies_is_refused_by_name(layers, name, max_tokens):
+    arguments, out = overlapping(name, layers.make(M=8))
+    kept = {name: tensor.clone() for name, tensor in arguments.items()}
+    experts = plain(layers.make(M=8), max_tokens=max_tokens)
+    said = rf"^out is at 0x\w+ to 0x\w+, where {name.split()[-1]} is too, from 0x\w+, but must have"
+    with pytest.raises(UnsupportedError, match=said):
+        experts(**arguments, out=out)
+    assert all(torch.equal(arguments[name], tensor) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_output_beside_the_other_arguments_is_written(layers, before):
+    layer = layers.make(M=8)
+    hidden, *others = layer.call
+    experts = plain(layer, max_tokens=2)
+    wanted = experts(*layer.call)
+    halves = torch.zeros(2, *hidden.shape)
+    experts(halves[int(before)].copy_(hidden), *others, out=halves[int(not before)])
+    assert torch.equal(halves[int(not before)], wanted)
+    # One router weight, shown for all, takes four bytes, whatever its shape.
+    buffer = torch.zeros(hidden.numel() + 1)
+    buffer[0] = 0.5
+    call = hidden, buffer[0].expand(others[0].shape), others[1]
+    out = experts(*call, out=buffer[1:].view(hidden.shape))
+    assert torch.equal(out, experts(hidden, torch.full_like(others[0], 0.5), others[1]))
+
+
+def test_no_output_of_no_tokens_overlaps(layers):
+    layer = layers.make()
+    call = tuple(tensor[:0] for tensor in layer.call)
+    assert plain(layer)(*call, out=call[0]).shape == (0, 256)
+    assert plain(layer)(*call, out=layer.hidden[5:5]).shape == (0, 256)

@@ -294,6 +294,16 @@ def test_the_next_prepared_layer_is_on_its_way_before_one_is_completed(converted
     ("arguments", "message"),
     [
         ({"layer": "0"}, "layer is '0', but must be a whole number, or several"),
+        ({"layer": ""}, "^layer is '', but must be a whole number, or several$"),
+        ({"layer": b""}, "^layer is b'', but must be a whole number"),
+        ({"layer": b"\0"}, r"^layer is b'\\x00', but must be a whole number"),
+        ({"layer": bytearray(1)}, "^layer is bytearray"),
+        ({"layer": True}, "^layer is True, but must be a whole number"),
+        ({"layer": [True, 0]}, r"^layer is \[True, 0\], but must be a whole number"),
+        ({"layer": torch.tensor([True])}, r"^layer is tensor\(\[True\]\), but must be"),
+        ({"layer": 0, "experts": b"\0\1"}, r"^experts is b'\\x00\\x01', but must be a whole"),
+        ({"layer": 0, "experts": ""}, "^experts is '', but must be a whole number"),
+        ({"layer": 0, "experts": [0, True]}, r"^experts is \[0, True\], but must be a whole"),
         ({"layer": None}, "layer is None, but must be a whole number"),
         ({"layer": 0.5}, "layer is 0.5, but must be a whole number"),
         ({"layer": 0, "experts": 2.0}, "experts is 2.0, but must be a whole number"),
@@ -323,6 +333,76 @@ def test_layers_are_checked_before_any_is_read(converted, monkeypatch):
         load_experts(path, [0, 1, 7])
     with pytest.raises(UnsupportedError, match=r"layers \[0, 0\]: must be all different"):
         load_experts(path, [0, 0])
+
+
+@pytest.fixture
+def headers_alone(monkeypatch):
+    """From then on, only headers of weight files may be read."""
+    fill = FixedFile._fill
+
+    def checked(self, fd, start, *buffers):
+        if self.path.suffix == ".safetensors":
+            data_start = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+            assert start + sum(buffer.nbytes for buffer in buffers) <= data_start, "weights"
+        fill(self, fd, start, *buffers)
+
+    monkeypatch.setattr(FixedFile, "_fill", checked)
+
+
+@pytest.mark.parametrize("layer", [0, [0, 1]])
+@pytest.mark.parametrize("where", [lambda path: path, prepared], ids=["portable", "prepared"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "tirton"}, r"no backend 'tirton' \(did you mean triton\?\) to run mxfp4"),
+        ({"backend": "triton"}, "backend 'triton' does not run mxfp4 .* on cpu"),
+        ({"backend": []}, r"there is no backend \[\] to run"),
+        ({"activations": "typo"}, "activations is 'typo', but must be one of"),
+        ({"activations": {}}, r"activations is \{\}, but must be one of"),
+        ({"activations": "nvfp4", "backend": "triton"}, "backend 'triton' does not run mxfp4"),
+        ({"device": "meta"}, "no backend runs mxfp4 with activations none, E 4, .* on meta"),
+        ({"experts": [1], "backend": "triton"}, "activations none, E 1, "),
+    ],
+)
+def test_arguments_are_checked_before_a_weight_is_read(
+    converted, headers_alone, where, layer, arguments, message
+):
+    with pytest.raises(UnsupportedError, match=message):
+        load_experts(where(converted("mxfp4")), layer, **arguments)
+
+
+def test_static_scales_are_not_read_for_a_backend_that_there_is_not(static, request):
+    paths = static("fp8_tensor", "sm90")
+    request.getfixturevalue("headers_alone")
+    for path in paths:
+        with pytest.raises(UnsupportedError, match=r"'typo' to run fp8_tensor .* fp8_static, E 4"):
+            load_experts(path, [0, 1], backend="typo")
+
+
+def test_a_later_layer_that_no_backend_runs_is_found_before_the_first_is_read(
+    make_checkpoint, tmp_path, request
+):
+    recipe = tmp_path / "two.toml"
+    recipe.write_text(
+        "schema_version = 1\n[[rules]]\nroles = ['routed_experts']\nlayers = '0'\nformat = 'nvfp4'"
+    )
+    path = convert(make_checkpoint(), tmp_path / "out", recipe=recipe).output
+    request.getfixturevalue("headers_alone")
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..*: not converted; config.json"):
+        load_experts(path, [0, 1])
+
+
+def test_a_later_layer_that_was_not_prepared_is_found_before_the_first_is_read(
+    converted, tmp_path, request
+):
+    path = shutil.copytree(converted("mxfp4"), tmp_path / "converted")
+    manifest = prepared(path) / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["layers"]["1"]
+    manifest.write_text(json.dumps(document))
+    request.getfixturevalue("headers_alone")
+    with pytest.raises(CheckpointError, match=r"sm90: no layer 1; prepared layers: 0"):
+        load_experts(prepared(path), [0, 1])
 
 
 def test_another_function_between_the_gemms_is_refused_by_name(make_checkpoint, tmp_path):

@@ -101,6 +101,20 @@ def test_a_backend_that_is_named_says_its_own_reason_and_which_would_run():
     assert end.endswith("but these are w4a8_panels version 1; no other backend runs it here")
 
 
+def test_an_unknown_backend_is_answered_with_the_nearest():
+    with pytest.raises(
+        UnsupportedError, match=r"no backend 'deepgem' \(did you mean deepgemm"
+    ) as e:
+        select(WORKLOAD, "deepgem")
+    assert (
+        str(e.value)
+        .splitlines()[0]
+        .endswith(" to run nvfp4 with activations none, E 8, H 256, I 128, silu on cpu:")
+    )
+    with pytest.raises(UnsupportedError, match=r"no backend 'xxx.*\.\.\..*xxx' to run"):
+        select(WORKLOAD, "x" * 10000)
+
+
 @pytest.mark.parametrize("backend", [None, "torch_reference"])
 def test_a_backend_that_cannot_run_it_says_why(backend):
     with pytest.raises(UnsupportedError, match="cannot quantize activations to fp4_group16"):

@@ -59,6 +59,24 @@ def test_what_is_of_another_type_is_refused_by_name(changes, message):
         experts(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": None}, r"^up\.scale is NoneType, but must be a tensor$"),
+        ({"qdata": [1]}, r"^up\.qdata is list, but must be a tensor$"),
+        ({"global_scale": 1.0}, r"^up\.global_scale is float, but must be a tensor$"),
+        ({"format": []}, r"^up\.format is list, but must be a name$"),
+        ({"shape": None}, r"^up\.shape is NoneType, but must be \[E, N, K\]$"),
+    ],
+)
+@pytest.mark.parametrize("format", ["mxfp4", "bf16", "fp16", "fp32"])
+def test_a_part_of_another_type_is_refused_by_name(format, changes, message):
+    parts = [(2, 64, 32), (2, 64, 32), (2, 32, 64)]
+    gate, up, down = (weight(*shape, format=format) for shape in parts)
+    with pytest.raises(UnsupportedError, match=message):
+        ExpertWeights(gate=gate, up=replace(up, **changes), down=down)
+
+
 def test_mixed_formats_are_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"gate mxfp4, up mxfp4, down nvfp4"):
         experts(down=weight(2, 32, 64, format="nvfp4"))

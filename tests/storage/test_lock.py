@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,26 @@ def test_a_folder_that_is_removed_as_it_is_asked_for_is_another_runs(tmp_path, m
     monkeypatch.setattr(os, "open", lose_and_open)
     with pytest.raises(MoequantError, match="another"), exclusive(tmp_path / "w", "conversion"):
         pytest.fail("there is no folder")
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_is_removed_as_it_is_made_is_another_runs(tmp_path, monkeypatch, made_again):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    is_dir = Path.is_dir
+
+    def lose(path):
+        # As `mkdir` asks whether what is in its way is a folder.
+        monkeypatch.setattr(Path, "is_dir", is_dir)
+        folder.rmdir()
+        found = is_dir(path)
+        if made_again:
+            folder.mkdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", lose)
+    with pytest.raises(MoequantError, match="another"), exclusive(folder, "conversion"):
+        pytest.fail("the folder is not ours")
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
