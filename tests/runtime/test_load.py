@@ -365,10 +365,12 @@ def headers_alone(monkeypatch):
     ],
 )
 def test_arguments_are_checked_before_a_weight_is_read(
-    converted, headers_alone, where, layer, arguments, message
+    converted, request, where, layer, arguments, message
 ):
+    path = where(converted("mxfp4"))
+    request.getfixturevalue("headers_alone")
     with pytest.raises(UnsupportedError, match=message):
-        load_experts(where(converted("mxfp4")), layer, **arguments)
+        load_experts(path, layer, **arguments)
 
 
 def test_static_scales_are_not_read_for_a_backend_that_there_is_not(static, request):
