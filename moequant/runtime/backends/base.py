@@ -189,6 +189,10 @@ class Backend(ABC):
         It is asked about any workload: every format, scheme and device, also one that is not there.
         """
 
+    def multiples_with(self, activations: str) -> tuple[int, int]:
+        """`multiples`, and those that a scheme of activations adds."""
+        return self.multiples
+
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """All that its kernels read, `layout` first; each holds weights that those before do not.
