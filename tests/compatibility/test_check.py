@@ -287,7 +287,7 @@ def test_a_gpu_without_a_kernel_does_not_run_it(converted, check, format, gpu, v
 def test_fp4_activations_run_in_moequant_only_where_none_are_asked_for(
     make_checkpoint, check, tmp_path, gpu, path
 ):
-    """What `load_experts` refuses by default, in test_load.py: no backend there runs nvfp4_static."""
+    """By default `load_experts` refuses them there: no backend runs nvfp4_static unless named."""
     for scales in (None, 1.0):
         out = tmp_path / str(scales)
         convert(make_checkpoint(), out, format="nvfp4", activation_scales=scales)

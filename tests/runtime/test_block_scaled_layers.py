@@ -150,7 +150,9 @@ def test_the_other_backends_refuse_them_in_their_words(activations):
 
 def test_sizes_that_are_no_whole_groups_are_refused():
     weights = weights_of("bf16", I=48)
-    with pytest.raises(UnsupportedError, match="needs H and I in multiples of 32 for activations in mxfp4"):
+    with pytest.raises(
+        UnsupportedError, match="needs H and I in multiples of 32 for activations in mxfp4"
+    ):
         FusedExperts(weights, activations="mxfp4")
     assert FusedExperts(weights, activations="nvfp4")(*call_of()).shape == (M, H)
 
