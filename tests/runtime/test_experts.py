@@ -14,7 +14,7 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize
-from moequant.runtime import ExpertWeights, FusedExperts
+from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.backends import torch_reference
 
 U = 2.0**-24
@@ -447,6 +447,15 @@ def test_max_tokens_is_checked_when_it_is_assigned_too(layers, wrong):
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(UnsupportedError, match=r"weights is .*, but must be ExpertWeights"):
         FusedExperts(weights)
+
+
+def test_what_has_weights_is_refused_with_how_to_pass_them(layers):
+    module = FusedExperts(layers.make().weights)
+    with pytest.raises(
+        UnsupportedError, match=r"FusedExperts, but .* ExpertWeights; pass its \.weights"
+    ):
+        pack_experts(module)
+    assert pack_experts(module.weights).backend.name == "torch_reference"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from moequant.errors import DoesNotFitError
 from moequant.runtime.backends.stacked import STACKED
+from moequant.units import NEVER_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -188,6 +189,11 @@ class Backend(ABC):
 
         It is asked about any workload: every format, scheme and device, also one that is not there.
         """
+
+    @property
+    def marked_name(self) -> str:
+        """Its name in messages; marked, where no GPU has run its kernels."""
+        return f"{self.name} ({NEVER_RUN})" if self.never_run else self.name
 
     def multiples_with(self, activations: str) -> tuple[int, int]:
         """`multiples`, and those that a scheme of activations adds."""
