@@ -49,7 +49,7 @@ def command(
     was written for other activations, or from other files, is replaced.
     """
     from moequant.preparation import prepare
-    from moequant.runtime.backends import REGISTRY
+    from moequant.runtime.backends import never_run_readers
 
     out = Output(as_json=as_json, quiet=quiet)
     with out.progress() as progress:
@@ -77,12 +77,7 @@ def command(
             }
             for number, layer in layers.items()
         },
-        "never_run": [
-            backend.name
-            for backend in REGISTRY.values()
-            if backend.never_run
-            and {x.name for x in backend.layouts} & {e.layout for e in layers.values()}
-        ],
+        "never_run": never_run_readers({layer.layout for layer in layers.values()}),
     }
     out.result(document, _show)
 
