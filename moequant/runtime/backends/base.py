@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from moequant.errors import DoesNotFitError
+from moequant.errors import DoesNotFitError, UnsupportedError
 from moequant.runtime.backends.stacked import STACKED
 from moequant.units import NEVER_RUN
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.backends.layout import Layout
+    from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
@@ -128,6 +129,20 @@ class PackedExperts(ABC):
                 indices.
             hidden_scale: float32 scales of `hidden_states`, quantized by `workload.activations`.
         """
+
+    def run_batches(
+        self, tokens: BatchedTokens, *, names: Mapping[str, str] | None = None
+    ) -> Tensor:
+        """Refuse batches of tokens, which `BatchedExperts` run.
+
+        Raises:
+            UnsupportedError: always; says which backends do.
+        """
+        raise UnsupportedError(
+            f"backend {self.backend.name!r} does not run batches of tokens; pack the experts for "
+            "one whose name ends with _batched, such as naive_batched on a CPU and triton_batched "
+            "on a GPU"
+        )
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of `workspace` that `run` needs for [tokens, topk] token-expert pairs.
