@@ -104,8 +104,8 @@ def use_static_cache(model: PreTrainedModel) -> None:
 
     `generate` then allocates the cache for as many tokens as it may return, unless it is given one
     as `cache`, before transformers 5.24 `past_key_values`, with `cache_implementation=None`. Its
-    `disable_compile=True` decodes without graphs, and `compile_config` by torch.compile instead. Where weights were moved or
-    replaced, graphs are captured again.
+    `disable_compile=True` decodes without graphs, and `compile_config` by torch.compile instead.
+    Where weights were moved or replaced, graphs are captured again.
 
     Args:
         model: a model on one device.
