@@ -97,6 +97,12 @@ def test_static_scales_move_with_the_state_and_are_looked_at_again():
     experts = FusedExperts(weights_of(static=True))
     want = experts(*call_of())
     assert {"w13_input_scale", "w2_input_scale"} <= experts.state_dict().keys()
+    assert "activations=nvfp4_static" in repr(experts)
+    experts.activations = "none"
+    assert "activations=none" in repr(experts)
+    experts.activations = "no_such_scheme"
+    assert "activations=no_such_scheme" in repr(experts)
+    experts.activations = "format"
     other = FusedExperts(weights_of(static=True))
     other.w2_input_scale.mul_(2)
     other.load_state_dict(experts.state_dict())
