@@ -581,7 +581,7 @@ def test_what_is_no_folder_is_not_replaced_and_costs_no_time(own, tmp_path, monk
     with pytest.raises(MoequantError, match=r"sm90: exists and is not a folder; remove it"):
         prepare(path, target="sm90")
     assert [entry.name for entry in folder.parent.iterdir()] == ["sm90"]
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot be read|: is no directory; give the"):
         load_experts(folder, 0)
 
 
