@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, size
+from moequant.cli.failures import FailedResult
+from moequant.cli.output import NEVER_RUN, Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,21 +35,26 @@ def command(
 ) -> None:
     """Time loading the experts of CONVERTED, and of every prepared folder in it.
 
-    Beside it stands a plain read of the same bytes to the device. Files come from the page cache.
+    Beside it stands a plain read of the same bytes to the device. Files come from the page cache. A
+    prepared folder that cannot be loaded is named with its reason, and the exit code is 1.
     """
     from moequant.benchmarks.loading import bench_loading
-    from moequant.storage.locate import locate
+    from moequant.errors import MoequantError
 
     out = Output(as_json=as_json)
     with out.progress() as progress:
         document = bench_loading(
-            locate(converted),
+            converted,
             device=device,
             activations=activations,
             rounds=rounds,
             progress=progress,
         )
-    out.result(document, _show)
+    untimed = [_name(row) for row in document["folders"] if "error" in row]
+    if not (as_json and untimed):
+        out.result(document, _show)
+    if untimed:
+        raise FailedResult(MoequantError(f"not timed: {', '.join(untimed)}"), document)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
@@ -59,7 +65,18 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     out.line()
     timed = [row for row in document["folders"] if "error" not in row]
     out.table(
-        ["experts", ">bytes", ">s", ">GB/s", ">plain s", ">GB/s", ">threads", ">share"],
+        [
+            "experts",
+            "activations",
+            "layout",
+            ">bytes",
+            ">s",
+            ">GB/s",
+            ">plain s",
+            ">GB/s",
+            ">threads",
+            ">share",
+        ],
         [list(_row(row)) for row in timed],
     )
     for row in document["folders"]:
@@ -69,11 +86,14 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
 
 def _name(row: Mapping[str, Any]) -> str:
     target = row["prepared_for"]
-    return "as converted" if target is None else f"prepared for {target}"
+    mark = f" ({NEVER_RUN})" if row.get("never_run") else ""
+    return "as converted" if target is None else f"prepared for {target}{mark}"
 
 
 def _row(row: Mapping[str, Any]) -> Iterator[str]:
     yield _name(row)
+    yield ", ".join(row["activations"])
+    yield ", ".join(row["layout"])
     yield size(row["bytes"])
     for seconds in (row["load_s"], row["plain_s"]):
         yield f"{seconds:.3f}"

@@ -145,32 +145,35 @@ def _backends(asked: str) -> Iterator[dict[str, Any]]:
             device=torch.device(device),
         )
         reason = why_not(backend, workload)
+        multiples = backend.multiples_with(workload.activations)
         yield {
             "device": device,
             "backend": backend.name,
             "format": format.name,
             "activations": workload.activations,
-            "hidden_multiple": backend.multiples[0],
-            "intermediate_multiple": backend.multiples[1],
+            "hidden_multiple": multiples[0],
+            "intermediate_multiple": multiples[1],
             "runs": reason is None,
             "by_default": reason is None and device in backend.default_on,
             "reason": reason,
-            "never_run": backend.never_run,
+            "never_run": backend.never_run and _is_for(backend, format, workload.activations),
         }
 
 
 def _activations(backend: Backend, format: Format) -> str:
     """The scheme of the format, unless the backend serves the format only with another."""
     from moequant.runtime.activations import SCHEMES
-    from moequant.runtime.backends import TARGETS
 
-    served = [
-        scheme
-        for scheme in SCHEMES
-        if any(format.name in backend.serves(target, scheme) for target in TARGETS)
-    ]
+    served = [scheme for scheme in SCHEMES if _is_for(backend, format, scheme)]
     own = format.activations
     return own if own in served or not served else served[0]
+
+
+def _is_for(backend: Backend, format: Format, scheme: str) -> bool:
+    """Whether it has kernels for a format with a scheme of activations, on some target."""
+    from moequant.runtime.backends import TARGETS
+
+    return any(format.name in backend.serves(target, scheme) for target in TARGETS)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

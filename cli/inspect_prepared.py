@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from moequant.cli.output import Output, count, ranges, size
+from moequant.cli.output import NEVER_RUN, Output, count, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,7 @@ def show(out: Output, prepared: PreparedCheckpoint, *, with_tensors: bool) -> No
 
 
 def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, Any]:
+    from moequant.runtime.backends import never_run_readers
     from moequant.runtime.prepared import layer_header, remedy_of
 
     folder, manifest = prepared.folder, prepared.manifest
@@ -44,6 +45,7 @@ def _describe(prepared: PreparedCheckpoint, *, with_tensors: bool) -> dict[str, 
             }
             for layer, entry in manifest.layers.items()
         ],
+        "never_run": never_run_readers({entry.layout for entry in manifest.layers.values()}),
     }
     if with_tensors:
         document["tensor_list"] = [
@@ -87,6 +89,8 @@ def _show(out: Output, prepared: Mapping[str, Any]) -> None:
             for kind, members in groups.items()
         ],
     )
+    if prepared["never_run"]:
+        out.line(f"for {' and '.join(prepared['never_run'])}: {NEVER_RUN}")
     if "tensor_list" in prepared:
         out.line()
         out.table(

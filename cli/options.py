@@ -102,12 +102,29 @@ def rounds_option(help: str) -> Callable[[_Command], _Command]:
     )  # fmt: skip
 
 
+def _check_writable(
+    context: click.Context, parameter: click.Parameter, folder: Path | None
+) -> Path | None:
+    """Refuse a folder in which none can be made, as in /proc, which has the permission."""
+    from tempfile import TemporaryDirectory
+
+    if folder is not None:
+        try:
+            with TemporaryDirectory(prefix="moequant-", dir=folder):
+                pass
+        except OSError as error:
+            raise click.BadParameter(
+                f"no folder can be made in {folder}: {error.strerror}; name one on a disk with room"
+            ) from error
+    return folder
+
+
 def folder_option(what: str) -> Callable[[_Command], _Command]:
     """Option --folder, whose help says what is written there."""
     return click.option(
         "--folder", metavar="DIR",
         type=click.Path(file_okay=False, exists=True, writable=True, path_type=Path),
-        help=f"{what}  [default: the temporary folder]",
+        callback=_check_writable, help=f"{what}  [default: the temporary folder]",
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import click
 
 from moequant.cli.tables import table_lines
 from moequant.progress import SilentProgress
+from moequant.units import NEVER_RUN as NEVER_RUN
 from moequant.units import count as count
 from moequant.units import ranges as ranges
 from moequant.units import size as size
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
     from moequant.storage.checkpoint import Checkpoint
 
-NEVER_RUN = "compiled, never run"
-"""What is said of backends whose kernels no GPU has run."""
 _COLUMNS = 80
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 

@@ -11,9 +11,12 @@ from moequant.cli import options
 from moequant.cli.output import NEVER_RUN, Output, count, ranges, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from moequant.runtime.activations import ActivationsChoice
+    from moequant.runtime.prepared_manifest import PreparedLayer
+
+_MADE = ("format", "activations", "layout")
 
 
 @click.command(
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 @click.argument("converted", type=options.DIRECTORY)
 @options.target_option
 @options.activations_option
-@options.overwrite_option
+@click.option("--overwrite", is_flag=True, help="Write again although the folder fits.")
 @options.recorded_architecture_option
 @options.json_option
 @options.quiet_option
@@ -42,10 +45,11 @@ def command(
 ) -> None:
     """Write kernel-ready tensors to CONVERTED/moequant-prepared/TARGET.
 
-    The portable files, which other engines read, do not change.
+    The portable files, which other engines read, do not change. A target has one folder: one that
+    was written for other activations, or from other files, is replaced.
     """
     from moequant.preparation import prepare
-    from moequant.runtime.backends import REGISTRY
+    from moequant.runtime.backends import never_run_readers
 
     out = Output(as_json=as_json, quiet=quiet)
     with out.progress() as progress:
@@ -62,6 +66,7 @@ def command(
         "state": result.state,
         "folder": str(result.folder),
         "target": target,
+        "replaced": None if result.replaced is None else _made(result.replaced.layers.values()),
         "bytes": sum(layer.bytes for layer in layers.values()),
         "layers": {
             number: {
@@ -72,14 +77,15 @@ def command(
             }
             for number, layer in layers.items()
         },
-        "never_run": [
-            backend.name
-            for backend in REGISTRY.values()
-            if backend.never_run
-            and {x.name for x in backend.layouts} & {e.layout for e in layers.values()}
-        ],
+        "never_run": never_run_readers({layer.layout for layer in layers.values()}),
     }
     out.result(document, _show)
+
+
+def _made(layers: Iterable[PreparedLayer]) -> list[dict[str, str]]:
+    """Format, activations and layout of layers, each once."""
+    made = {(one.format, one.activations, one.layout) for one in layers}
+    return [dict(zip(_MADE, one, strict=True)) for one in sorted(made)]
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:
@@ -90,6 +96,12 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         out.line(f"{document['folder']}: already prepared, nothing to do ({amount})")
     else:
         out.line(f"{document['folder']}: {amount}")
+    now = {tuple(layer[key] for key in _MADE) for layer in layers}
+    before = document["replaced"] or []
+    if before and {tuple(one[key] for key in _MADE) for one in before} != now:
+        text = "{format} as {layout} for activations {activations}"
+        was = ", ".join(text.format(**one) for one in before)
+        out.line(f"replaced what was there: {was}")
     for name, numbers in _second_choices(document).items():
         layers_are = "layer" if len(numbers) == 1 else "layers"
         out.line(f"{layers_are} {ranges(sorted(numbers))} as {name}, for {_why(name)}")

@@ -9,7 +9,7 @@ import click
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
 from moequant.cli.output import NEVER_RUN, Output, count
-from moequant.errors import NumericsError
+from moequant.errors import NumericsError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ def command(device: str, backend: str | None, as_json: bool, quiet: bool) -> Non
     """Run every backend that the device can run, and compare it with the CPU reference.
 
     Small layers of random experts, in every format and with every kind of activations. The exit
-    code is 5 if a backend computes something else; the reasons are printed.
+    code is 5 if a backend computes something else, and 4 if none can run; the reasons are printed.
     """
     from moequant.selftest import selftest
 
@@ -42,17 +42,25 @@ def command(device: str, backend: str | None, as_json: bool, quiet: bool) -> Non
         document = selftest(device, backend=backend, progress=progress)
     if document["ok"] or not as_json:
         out.result(document, _show)
+    if not document["rows"]:
+        raise FailedResult(UnsupportedError(_explain_nothing(document)), document)
     if not document["ok"]:
         raise FailedResult(NumericsError(_explain(document)), document)
 
 
+def _explain_nothing(document: Mapping[str, Any]) -> str:
+    names = ", ".join(_marked(document, name) for name in document["not_run"])
+    return (
+        f"nothing was checked, because {names} cannot run on {document['device']}; name another "
+        "--backend or --device"
+    )
+
+
+def _marked(document: Mapping[str, Any], name: str) -> str:
+    return f"{name} ({NEVER_RUN})" if name in document["never_run"] else name
+
+
 def _explain(document: Mapping[str, Any]) -> str:
-    if not document["rows"]:
-        names = ", ".join(document["not_run"])
-        return (
-            f"nothing was checked, because {names} cannot run on {document['device']}; name "
-            "another --backend or --device"
-        )
     failures = [
         f"{row['backend']}, {row['format']} x {row['activations']}: {failure}"
         for row in document["rows"]
@@ -71,6 +79,14 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     place = f"{gpu}, compute capability {document['compute_capability']}" if gpu else "CPU"
     out.line(f"{place}; {', '.join(names)}")
     out.line()
+    if document["rows"]:
+        _show_rows(out, document)
+    for name, reasons in document["not_run"].items():
+        out.line(f"not run: {_marked(document, name)}: {reasons}")
+    out.line(f"{sum(row['calls'] for row in document['rows'])} calls, {document['seconds']} s")
+
+
+def _show_rows(out: Output, document: Mapping[str, Any]) -> None:
     out.table(
         ["backend", "weights", "activations", ">calls", ">error", ">limit", "result"],
         [
@@ -93,7 +109,3 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
     }
     for name, kind, reason in skipped:
         out.line(f"not run: {name}, layers with {kind}: {reason}")
-    for name, reasons in document["not_run"].items():
-        mark = f" ({NEVER_RUN})" if name in document["never_run"] else ""
-        out.line(f"not run: {name}{mark}: {reasons}")
-    out.line(f"{sum(row['calls'] for row in document['rows'])} calls, {document['seconds']} s")

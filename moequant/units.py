@@ -1,4 +1,4 @@
-"""Sizes, counts and ranges of numbers as text."""
+"""Sizes, counts and ranges of numbers as text, and the mark of kernels that no GPU has run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+NEVER_RUN = "compiled, never run"
+"""What is said wherever a backend is named whose kernels no GPU has run."""
 
 
 def size(size_bytes: int) -> str:

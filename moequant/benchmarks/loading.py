@@ -9,6 +9,7 @@ put them.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +24,10 @@ from moequant.benchmarks.machine import describe_cpu, describe_machine
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.progress import SilentProgress
-from moequant.runtime.backends import TARGETS
+from moequant.runtime.backends import TARGETS, never_run_readers
 from moequant.runtime.load import load_experts
 from moequant.runtime.prepared import PreparedCheckpoint
-from moequant.runtime.prepared_manifest import prepared_folders
+from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.folder import is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
@@ -81,15 +82,19 @@ def bench_loading(
     Returns:
         A JSON document: `measured`, `machine`, `checkpoint`, `layers`, `rounds`, and `folders`, the
         checkpoint itself first. Of each: `folder`, `prepared_for` (a target or null), and either
-        `error`, or `bytes` read, `load_s`, `plain_s`, `plain_threads`, and `share` of the plain
-        read's speed.
+        `error`, or `activations` (the schemes that the loaded experts run with), `layout` (those of
+        the prepared folder, or in which the backend reads what was converted), `never_run` (the
+        backends of a prepared folder's layout that no GPU has run), `bytes` read, `load_s`,
+        `plain_s`, `plain_threads`, and `share` of the plain read's speed.
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no such device, or no layer can be loaded there.
     """
     place = usable_device(device)
-    converted = ConvertedCheckpoint.open(Path(checkpoint), quantized_activations=True)
+    # Not Path.expanduser, which fails for an unknown user without naming the path.
+    path = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
+    converted = ConvertedCheckpoint.open(path, quantized_activations=True)
     folder = converted.checkpoint.path
     layers = list(converted.expert_layers())
     prepared = {
@@ -134,10 +139,21 @@ def _row(
     rounds: int,
     report: Progress,
 ) -> dict[str, Any]:
+    schemes: set[str] = set()
+    layouts: set[str] = set()
+
     def load() -> object:
         return load_experts(folder, layers, device, activations=activations)
 
-    _timed(load, device)  # fills the page cache, and compiles what packs
+    def load_first() -> None:
+        for experts in load_experts(folder, layers, device, activations=activations).values():
+            packed = experts.packed()
+            schemes.add(packed.workload.activations)
+            layouts.add(packed.layout.name)
+
+    _timed(load_first, device)  # fills the page cache, and compiles what packs
+    if target is not None:
+        layouts = {entry.layout for entry in read_manifest(folder).layers.values()}
     spans = list(_spans(folder, layers))
     loads: list[float] = []
     plain: dict[int, list[float]] = {threads: [] for threads in _THREADS}
@@ -151,6 +167,9 @@ def _row(
     return {
         "folder": str(folder),
         "prepared_for": target,
+        "activations": sorted(schemes),
+        "layout": sorted(layouts),
+        "never_run": [] if target is None else never_run_readers(layouts),
         "bytes": sum(span.size_bytes for span in spans),
         "load_s": load_s,
         "plain_s": plain_s,

@@ -292,6 +292,7 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         "engine",
         request,
         place,
+        what=engine,
         timeout_s=measure.timeout_s,
         plugins="moequant" if engine == "vllm+moequant" else "",
     )
@@ -353,19 +354,31 @@ def _figures(
     }
 
 
+_WHAT = {"machine": "measuring this machine", "model": "writing the model of random weights"}
+"""What errors call the steps that belong to no engine."""
+
+
 def _run_or_raise(
     step: str, request: Mapping[str, Any], place: Path, measure: ServingMeasure
 ) -> dict[str, Any]:
-    found, log = run_step(step, request, place, timeout_s=measure.timeout_s)
+    found, log = run_step(step, request, place, what=_WHAT[step], timeout_s=measure.timeout_s)
     if found.get("unsupported"):
         raise UnsupportedError(found["error"])
     if "error" in found:
-        raise MoequantError(f"{found['error']}; it ended with:\n{log.strip()[-_LOG_END:]}")
+        end = log.strip()[-_LOG_END:]
+        printed = f"it printed last:\n{end}" if end else "it printed nothing"
+        raise MoequantError(f"{found['error']}; {printed}")
     return found
 
 
 def run_step(
-    step: str, request: Mapping[str, Any], place: Path, *, timeout_s: float, plugins: str = ""
+    step: str,
+    request: Mapping[str, Any],
+    place: Path,
+    *,
+    what: str,
+    timeout_s: float,
+    plugins: str = "",
 ) -> tuple[dict[str, Any], str]:
     """Run a step of `one_serving` in a new process; returns what it found, and what it printed.
 
@@ -373,6 +386,7 @@ def run_step(
         step: its name.
         request: what it is given.
         place: an existing folder for files.
+        what: what errors call it, such as the name of the engine.
         timeout_s: seconds after which it is ended, with all processes that it started.
         plugins: value of VLLM_PLUGINS; empty loads none.
     """
@@ -391,7 +405,7 @@ def run_step(
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            error = f"it did not end within {timeout_s:g} s; allow more by --timeout"
+            error = f"{what} did not end within {timeout_s:g} s; allow more by --timeout"
         finally:
             _end(process)
     text = log.read_text(errors="replace")
@@ -400,7 +414,7 @@ def run_step(
         return found, text
     if error is None:
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-        error = f"it ended with exit code {process.returncode}: {last.strip()}"
+        error = f"{what} ended with exit code {process.returncode}: {last.strip()}"
     return {"error": error}, text
 
 

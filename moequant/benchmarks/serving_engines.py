@@ -191,12 +191,12 @@ class OurModel(Transformers):
 
     def prepare(self, max_tokens: int) -> None:
         """See `Engine`."""
-        from moequant.integrations.decoding import decoder_of, static_cache
+        from moequant.integrations.decoding import cache_argument, decoder_of, static_cache
 
         self._cache, self._options = None, {}
         if decoder_of(self.model) is not None:
             self._cache = static_cache(self.model, max_tokens)
-            self._options = {"past_key_values": self._cache, "cache_implementation": None}
+            self._options = {cache_argument(): self._cache, "cache_implementation": None}
         self._options |= self._compile_options()
 
     def _compile_options(self) -> dict[str, Any]:

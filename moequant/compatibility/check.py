@@ -284,7 +284,7 @@ def _on_gpus(
             names=names,
             capability=capability,
             loads=False if lacking else verdict.loads,
-            kernels={format: kernel.describe() for format, kernel in running.items()},
+            kernels={format: kernel.describe(capability) for format, kernel in running.items()},
             lacking=tuple(lacking),
             against=verdict.against,
             remarks=verdict.remarks,

@@ -57,6 +57,8 @@ class Facts:
         not_loaded: why transformers does not load this model from compressed-tensors; None if it
             does.
         static: whether the inputs of some routed experts have static scales.
+        fp4_activations: whether config.json says that the inputs of some routed experts are
+            quantized to FP4; False of a checkpoint that is about to be written.
         shared_apart: whether some shared experts are stored in another form than routed ones.
         described: whether a user's file or a record describes the model, so that it is unknown
             which engines support it.
@@ -81,6 +83,7 @@ class Facts:
     dtype: str | None = None
     not_loaded: str | None = None
     static: bool = False
+    fp4_activations: bool = False
     shared_apart: bool = False
     described: bool = False
     hidden: int | None = None

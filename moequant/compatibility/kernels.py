@@ -30,7 +30,10 @@ class KernelPath:
     to_capability: tuple[int, int] | None = None
     dialects: tuple[str, ...] = ()
     static: bool | None = None
+    fp4_activations: bool | None = None
     refined: bool | None = None
+    only: str = ""
+    ran_capability: tuple[int, int] | None = None
 
     def suits(self, format: str, facts: Facts, *, refined: bool) -> bool:
         """Whether it runs a format of a checkpoint, on some GPU."""
@@ -38,12 +41,15 @@ class KernelPath:
             format in self.formats
             and (not self.dialects or facts.dialect in self.dialects)
             and self.static in (None, facts.static)
+            and self.fp4_activations in (None, facts.fp4_activations)
             and self.refined in (None, refined)
         )
 
-    def describe(self) -> str:
-        """Its path, and what it multiplies by."""
-        return f"{self.path} ({self.activations} activations)"
+    def describe(self, capability: tuple[int, int]) -> str:
+        """Its path, what it multiplies by and is asked for with, and whether it ever ran there."""
+        only = self.only and f", only with {self.only}"
+        ran = "" if self.ran_capability in (None, capability) else "; never run there"
+        return f"{self.path} ({self.activations} activations{only}{ran})"
 
 
 def kernels_on(

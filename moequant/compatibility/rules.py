@@ -268,6 +268,7 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
         "kept": facts.some_kept,
         "not loaded": facts.not_loaded is not None,
         "several": len(facts.experts) > 1,
+        "fp4 activations": facts.fp4_activations,
         "ragged": facts.ragged,
         "float16": facts.dtype == "float16",
         "shared apart": facts.shared_apart,

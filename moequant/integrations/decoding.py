@@ -21,7 +21,9 @@ Decisions, each with the failure it prevents:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -33,7 +35,7 @@ from moequant.integrations.library import import_transformers
 from moequant.runtime import FusedExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Mapping
 
     from transformers import Cache, PreTrainedModel
 
@@ -45,7 +47,16 @@ _EAGER = (
     "load the model with enforce_eager=True, in `moequant generate` --enforce-eager, to decode "
     "without CUDA graphs"
 )
-_CACHE = "past_key_values"
+_CACHES = ("cache", "past_key_values")
+"""What transformers calls a cache among arguments and outputs, from 5.24 on, and before."""
+
+
+@functools.cache
+def cache_argument() -> str:
+    """What the installed transformers calls the cache that `generate` is given."""
+    method = import_transformers().GenerationMixin.prepare_inputs_for_generation
+    new, old = _CACHES
+    return new if new in signature(method).parameters else old
 
 
 def why_not_static(model: PreTrainedModel) -> str | None:
@@ -92,9 +103,9 @@ def use_static_cache(model: PreTrainedModel) -> None:
     """Make `model.generate` use a static cache, and on a CUDA device also CUDA graphs.
 
     `generate` then allocates the cache for as many tokens as it may return, unless it is given one
-    as `past_key_values` with `cache_implementation=None`. Its `disable_compile=True` decodes
-    without graphs, and `compile_config` by torch.compile instead. Where weights were moved or
-    replaced, graphs are captured again.
+    as `cache`, before transformers 5.24 `past_key_values`, with `cache_implementation=None`. Its
+    `disable_compile=True` decodes without graphs, and `compile_config` by torch.compile instead.
+    Where weights were moved or replaced, graphs are captured again.
 
     Args:
         model: a model on one device.
@@ -183,7 +194,7 @@ class _Call:
 
     def __call__(self, **inputs: Any) -> Any:
         """As the model's own call; raises UnsupportedError where the cache is full."""
-        cache = inputs[_CACHE]
+        cache = inputs[_name_of_cache(inputs)]
         steps = self._steps.setdefault(cache, _Steps())
         if self._tokens is None:
             self._tokens = int(cache.get_seq_length())
@@ -238,12 +249,14 @@ class _Captured:
         replay_graph: runs it.
         inputs: its inputs that are tensors, by place; copied to before each replay.
         output_class: a class of transformers' ModelOutput.
+        cache_field: its field for the cache.
         outputs: its fields but the cache, with the memory that the graph writes.
     """
 
     replay_graph: Callable[[], None]
     inputs: dict[str, Tensor]
     output_class: Callable[..., Any]
+    cache_field: str
     outputs: dict[str, Any]
 
     def replay(self, inputs: Mapping[str, Any]) -> Any:
@@ -252,7 +265,13 @@ class _Captured:
             self.inputs[place].copy_(tensor)
         self.replay_graph()
         copies = {name: _map_tensors(value, Tensor.clone) for name, value in self.outputs.items()}
-        return self.output_class(**copies, **{_CACHE: inputs[_CACHE]})
+        cache = inputs[_name_of_cache(inputs)]
+        return self.output_class(**copies, **{self.cache_field: cache})
+
+
+def _name_of_cache(named: Collection[str]) -> str:
+    """Which of some arguments, or fields of an output, is the cache."""
+    return next(name for name in _CACHES if name in named)
 
 
 def _capture(model: PreTrainedModel, inputs: Mapping[str, Any]) -> _Captured:
@@ -263,10 +282,10 @@ def _capture(model: PreTrainedModel, inputs: Mapping[str, Any]) -> _Captured:
     """
     check_capturable(model)
     static = {
-        name: value if name == _CACHE else _map_tensors(value, Tensor.clone)
+        name: value if name in _CACHES else _map_tensors(value, Tensor.clone)
         for name, value in inputs.items()
     }
-    cache = inputs[_CACHE]
+    cache = inputs[_name_of_cache(inputs)]
     before = _host_state(cache)
     try:
         replay_graph, output = capture_graph(lambda: model(**static), model.device)
@@ -283,15 +302,16 @@ def _capture(model: PreTrainedModel, inputs: Mapping[str, Any]) -> _Captured:
             raise UnsupportedError(
                 f"{type(layer).__name__}, the cache of a layer, changes {', '.join(changed)} on "
                 "the host in a decoding step, which no CUDA graph repeats; give `generate` no "
-                "past_key_values, or a cache of moequant.integrations.decoding.static_cache, or "
-                + _EAGER
+                f"{cache_argument()}, or a cache of moequant.integrations.decoding.static_cache, "
+                f"or {_EAGER}"
             )
     return _Captured(
         replay_graph=replay_graph,
         inputs=_tensors_of(static),
         output_class=type(output),
+        cache_field=_name_of_cache(output),
         # The cache is the key of its graphs, which must not hold it.
-        outputs={name: value for name, value in output.items() if name != _CACHE},
+        outputs={name: value for name, value in output.items() if name not in _CACHES},
     )
 
 
@@ -333,7 +353,7 @@ def _kind_of(value: Any, name: str = "inputs") -> Hashable:
     """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.device
-    if name == _CACHE:
+    if name in _CACHES:
         return None
     if isinstance(value, dict):
         return tuple((key, _kind_of(value[key], key)) for key in sorted(value))

@@ -11,6 +11,7 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.integrations.decoding import (
+    cache_argument,
     check_capturable,
     decoder_of,
     decoding_of,
@@ -170,7 +171,7 @@ def generate(
         # One for both runs, because graphs are captured over a cache.
         cache = static_cache(model, len(prompt) + max(max_new_tokens, _WARM_UP_TOKENS))
         # transformers takes a cache or makes one, as its settings say, but refuses to be told both.
-        options = {"past_key_values": cache, "cache_implementation": None}
+        options = {cache_argument(): cache, "cache_implementation": None}
     if torch_compile:
         options["compile_config"] = compile_config(model)
     warm_up_s = None

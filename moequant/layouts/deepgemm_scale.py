@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.layouts.arguments import check_extents, check_matrices
 
 _TMA_ROWS = 4
 _CODES_PER_WORD = 4
@@ -39,7 +40,19 @@ def mn_major_view(storage: Tensor, rows: int) -> Tensor:
     Args:
         storage: [..., columns, ceil4(rows)] contiguous, from `pack_ue8m0`.
         rows: R, without padding.
+
+    Raises:
+        UnsupportedError: `storage` is not int32 of so many rows, as `pack_ue8m0` makes it.
     """
+    check_extents(rows=rows)
+    _, padded_rows = packed_shape(rows, 0)
+    wanted = f"[..., columns, {padded_rows}]"
+    check_matrices("storage", storage, wanted)
+    if (storage.dtype, storage.shape[-1]) != (torch.int32, padded_rows):
+        raise UnsupportedError(
+            f"storage is {storage.dtype} {list(storage.shape)}, but {rows} rows need torch.int32 "
+            f"{wanted}; give what pack_ue8m0 makes of their scales"
+        )
     return storage.mT[..., :rows, :]
 
 
@@ -57,10 +70,13 @@ def pack_ue8m0(scale: Tensor, rows: int, *, block_n: int, name: str = "scale") -
         [..., ceil(C / 4), ceil4(rows)] int32, contiguous, padding zero; see `mn_major_view`.
 
     Raises:
-        UnsupportedError: a float32 scale is no power of two from 2**-127 to 2**127, or another
-            dtype.
+        UnsupportedError: a float32 scale is no power of two from 2**-127 to 2**127, another dtype,
+            or an argument that is not as above.
         CheckpointError: `scale` does not have ceil(rows / block_n) rows.
     """
+    check_extents(rows=rows)
+    check_extents(1, block_n=block_n)
+    check_matrices(name, scale, "[..., ceil(rows / block_n), C]")
     blocks = -(-rows // block_n)
     if scale.shape[-2] != blocks:
         raise CheckpointError(
@@ -100,8 +116,11 @@ def unpack_ue8m0(
     Raises:
         CheckpointError: the dtype or shape is not that of these extents, the padding is not zero,
             or rows of one block have different scales.
-        UnsupportedError: another `dtype`.
+        UnsupportedError: another `dtype`, or an argument that is not as above.
     """
+    check_extents(rows=rows, cols=cols)
+    check_extents(1, block_n=block_n)
+    check_matrices(name, storage, "[..., ceil(cols / 4), ceil4(rows)]")
     expected, found = packed_shape(rows, cols), tuple(storage.shape[-2:])
     if (storage.dtype, found) != (torch.int32, expected):
         raise CheckpointError(

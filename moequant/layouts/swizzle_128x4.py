@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.layouts.arguments import check_extents, check_matrices
 
 _TILE_ROWS, _TILE_COLS = 128, 4
 
@@ -38,8 +39,9 @@ def swizzle(scale: Tensor) -> Tensor:
         only: element [r, c] is at the offset above, not at row r, column c.
 
     Raises:
-        UnsupportedError: an element of `scale` is not one byte.
+        UnsupportedError: `scale` is no tensor of that shape, or an element of it not one byte.
     """
+    check_matrices("scale", scale, "[..., R, C]")
     if scale.element_size() != 1:
         raise UnsupportedError(f"the 128x4 layout holds one-byte scales, not {scale.dtype}")
     *lead, rows, cols = scale.shape
@@ -69,8 +71,11 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int, *, name: str = "scale") ->
     Raises:
         CheckpointError: the shape is not that of [rows, cols] swizzled, or a padding byte is not
             zero; the tensor was made from other scales, or damaged.
-        UnsupportedError: an element of `swizzled` is not one byte.
+        UnsupportedError: `swizzled` is no tensor of two or more dimensions, an element of it not
+            one byte, or `rows` or `cols` no extent.
     """
+    check_extents(rows=rows, cols=cols)
+    check_matrices(name, swizzled, f"[..., {', '.join(map(str, swizzled_shape(rows, cols)))}]")
     if swizzled.element_size() != 1:
         raise UnsupportedError(
             f"{name}: the 128x4 layout holds one-byte scales, not {swizzled.dtype}"

@@ -13,7 +13,7 @@ from moequant.formats import STATIC_SCHEMES, get_format, stack
 from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
 from moequant.runtime.layer_reader import act_fn_of
-from moequant.runtime.packing import scheme_of
+from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.runtime.prepared import expected
 from moequant.runtime.prepared_manifest import (
     PreparedLayer,
@@ -62,23 +62,46 @@ def layouts_of_layer(
         UnsupportedError: the layer cannot be prepared so; names checkpoint and layer, and says what
             can be done instead.
     """
-    format, moe = converted.format_of_experts(layer), converted.moe
-    assert format is not None, "the layer was converted"
-    scheme = activations
     try:
-        scheme = scheme_for(converted, layer, activations)
-        layouts = layouts_for(format, target, scheme)
-        # Packed without data, which says whether the layout holds these sizes.
-        act_fn = moe.act_fn_of(layer)
-        expected(layouts[0], moe, format, act_fn=act_fn, biased=False, static=False)
+        return _layouts_of_layer(converted, layer, target, activations)
     except UnsupportedError as error:
-        advice = ""
-        if scheme != "none" and backends_for(format, target, "none"):
-            advice = "; --activations none prepares the weights alone"
+        advice = _advice(converted, layer, target)
         raise UnsupportedError(
             f"{converted.checkpoint.path}: layer {layer}: {error}{advice}"
         ) from error
+
+
+def _layouts_of_layer(
+    converted: ConvertedCheckpoint, layer: int, target: str, activations: str
+) -> tuple[Sequence[Layout], str]:
+    """As `layouts_of_layer`, with errors that do not name the layer."""
+    format, moe = converted.format_of_experts(layer), converted.moe
+    assert format is not None, "the layer was converted"
+    scheme = scheme_for(converted, layer, activations)
+    layouts = layouts_for(format, target, scheme)
+    # Packed without data, which says whether the layout holds these sizes.
+    act_fn = moe.act_fn_of(layer)
+    expected(layouts[0], moe, format, act_fn=act_fn, biased=False, static=False)
     return layouts, scheme
+
+
+def _advice(converted: ConvertedCheckpoint, layer: int, target: str) -> str:
+    """What the layer can be prepared with on the target, the best first; empty if with nothing."""
+    able = {}
+    for choice in ACTIVATIONS:
+        with suppress(UnsupportedError):
+            _, able[choice] = _layouts_of_layer(converted, layer, target, choice)
+    own = able.pop("format", "none")
+    if own != "none":
+        # Of formats with FP8 activations, whose kernels read another layout than without.
+        best = f"; leave out --activations, which prepares it for activations in {own}"
+        able = {choice: scheme for choice, scheme in able.items() if scheme != own}
+    elif able.pop("none", None) is not None:
+        best = "; give --activations none, which prepares the weights alone"
+    else:
+        best = ""
+    also = "also " if best else ""
+    return best + (f"; it can {also}be prepared with one of: {', '.join(able)}" if able else "")
 
 
 def layouts_for(format: str, target: str, activations: str) -> tuple[Layout, ...]:
@@ -96,13 +119,11 @@ def layouts_for(format: str, target: str, activations: str) -> tuple[Layout, ...
     serving = backends_for(format, target, activations)
     if serving:
         return serving[0].layouts
-    able = [t for t in TARGETS if backends_for(format, t, activations)]
-    advice = (
-        f"; they can be prepared for {' and '.join(able)}" if able else ", nor on another target"
-    )
+    others = [other for other in TARGETS if other != target]
+    able = [other for other in others if backends_for(format, other, activations)]
+    elsewhere = f"; one on {' and '.join(able)} does" if able else f", and none on {others[0]} does"
     raise UnsupportedError(
-        f"no backend on {target} reads prepared experts in {format} with activations in "
-        f"{activations}{advice}"
+        f"no backend on {target} runs {format} with activations in {activations}{elsewhere}"
     )
 
 

@@ -46,11 +46,14 @@ class PreparationResult:
         folder: where the kernel-ready tensors lie.
         manifest: what the folder says of itself.
         state: "prepared" or "already prepared".
+        replaced: what the folder said of itself before, if it was replaced and its manifest could
+            be read.
     """
 
     folder: Path
     manifest: Manifest
     state: Literal["prepared", "already prepared"]
+    replaced: Manifest | None = None
 
 
 def prepare(
@@ -64,8 +67,9 @@ def prepare(
 ) -> PreparationResult:
     """Write kernel-ready tensors of a converted checkpoint to its folder moequant-prepared/TARGET.
 
-    The portable files stay as they are. A folder made from other originals, or by another version
-    of a layout, is replaced: it holds nothing that cannot be made again.
+    The portable files stay as they are. A target has one folder: one made for other activations,
+    from other originals, or by another version of a layout, is replaced. It holds nothing that
+    cannot be made again.
 
     Args:
         converted: a converted checkpoint.
@@ -102,13 +106,16 @@ def prepare(
         _remove_left_over(work)
         return PreparationResult(folder=folder, manifest=manifest, state="already prepared")
     _check_no_other_files(folder)
+    replaced = None
+    with suppress(CheckpointError):
+        replaced = read_manifest(folder)
     with exclusive(work, "preparation"):
         try:
             manifest = _write(work, checkpoint, target, layouts, progress)
             _put_in_place(work, folder)
         finally:
             _remove(work)
-    return PreparationResult(folder=folder, manifest=manifest, state="prepared")
+    return PreparationResult(folder=folder, manifest=manifest, state="prepared", replaced=replaced)
 
 
 def _expert_layouts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -313,9 +314,12 @@ class FusedExperts(nn.Module):
     def extra_repr(self) -> str:
         """Format, sizes and choices, for `print`."""
         w = self._workload
+        scheme: str = self.activations
+        with suppress(UnsupportedError):  # not one of those there are, which the next call refuses
+            scheme = scheme_of(w.format, scheme, static="w13_input_scale" in self._names)
         return (
             f"{w.format}, experts={w.experts}, hidden={w.hidden}, intermediate={w.intermediate}, "
-            f"backend={self.backend}, activations={self.activations}, layout={self._layout.name}"
+            f"backend={self.backend}, activations={scheme}, layout={self._layout.name}"
         )
 
     def _buffer(self, name: str) -> Tensor:

@@ -116,7 +116,8 @@ def deep_gemm_moe_fp8(
     reason = backend.supports(workload)
     if reason is not None:
         raise UnsupportedError(
-            f"deep_gemm_moe_fp8 {reason}; fused_experts picks a backend that runs here"
+            f"deep_gemm_moe_fp8 {reason}; pack_experts packs weights for a backend that runs "
+            "here, and fused_experts runs them"
         )
     E, H = workload.experts, workload.hidden
     check_weight({"w13": w13, "w13_scale": w13_scale}, "fp8_block", (E, w13.shape[1], H))

@@ -42,9 +42,13 @@ def pack_experts(
         CheckpointError: static scales of activations that no scheme can use.
     """
     if not isinstance(weights, ExpertWeights):
+        # Of FusedExperts, which this module cannot import.
+        has_weights = isinstance(getattr(type(weights), "weights", None), property)
+        next_step = (
+            "pass its .weights" if has_weights else "pass .weights of what load_experts makes"
+        )
         raise UnsupportedError(
-            f"weights is {type(weights).__name__}, but must be ExpertWeights; load_experts "
-            "makes them of a checkpoint"
+            f"weights is {type(weights).__name__}, but must be ExpertWeights; {next_step}"
         )
     workload = workload_of(weights, activations)
     chosen = select(workload, backend)

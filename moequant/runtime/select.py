@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from reprlib import repr as show
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moequant.errors import UnsupportedError, nearest_names
+from moequant.errors import UnsupportedError, unknown_name
 from moequant.runtime.activations import GROUPS
 from moequant.runtime.backends import REGISTRY, backends
+from moequant.units import NEVER_RUN
 
 if TYPE_CHECKING:
     from moequant.runtime.backends import Backend, Layout, Workload
@@ -25,7 +26,8 @@ def select(
 
     Raises:
         UnsupportedError: there is none. Says why the named backend does not run it, and which do;
-            without a name, or with an unknown one, lists every backend with its reason.
+            without a name, lists every backend with its reason; of an unknown one, says which
+            there are, and the nearest.
     """
     if backend is None:
         for candidate in backends().values():
@@ -74,24 +76,23 @@ def _why_not_default(backend: Backend, workload: Workload, layout: Layout | None
 
 
 def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> str:
+    named = _named(backend)
+    if backend is not None and named is None:
+        return unknown_name("backend", backend, backends())
     function = f"{workload.act_fn}{' and biases' if workload.bias else ''}"
     asked = (
         f"{workload.format} with activations {workload.activations}, E {workload.experts}, "
         f"H {workload.hidden}, I {workload.intermediate}, {function} on {workload.device}"
     )
-    named = _named(backend)
     if named is not None:
         lines = [_refusal_of(named, workload, layout, asked)]
+        advised = _why_not(named, replace(workload, activations="none"), layout) is None
     else:
-        subject = "no backend runs"
-        if backend is not None:
-            meant = nearest_names(backend, backends()) if isinstance(backend, str) else []
-            question = f" (did you mean {' or '.join(meant)}?)" if meant else ""
-            subject = f"there is no backend {show(backend)}{question} to run"
-        reasons = {b.name: _why_not_default(b, workload, layout) for b in backends().values()}
-        lines = [f"{subject} {asked}:"]
-        lines += [f"  {name}: {reason or 'runs it'}" for name, reason in reasons.items()]
-    if workload.activations in GROUPS:
+        reasons = {b: _why_not_default(b, workload, layout) for b in backends().values()}
+        lines = [f"no backend runs {asked}:"]
+        lines += [f"  {b.marked_name}: {reason}" for b, reason in reasons.items()]
+        advised = True
+    if advised and workload.activations in GROUPS:
         lines.append(
             'activations="none" runs the same weights without quantized activations; where a '
             "command has it, --activations none"
@@ -101,7 +102,8 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
 
 def _refusal_of(backend: Backend, workload: Workload, layout: Layout | None, asked: str) -> str:
     """Why the backend that was named does not run what was asked, and which would."""
-    running = [b.name for b in backends().values() if _why_not(b, workload, layout) is None]
+    running = [b.marked_name for b in backends().values() if _why_not(b, workload, layout) is None]
     instead = f"{', '.join(running)} would run it" if running else "no other backend runs it here"
     reason = _why_not(backend, workload, layout)
-    return f"backend {backend.name!r} does not run {asked}: {reason}; {instead}"
+    mark = f" ({NEVER_RUN})" if backend.never_run else ""
+    return f"backend {backend.name!r}{mark} does not run {asked}: {reason}; {instead}"

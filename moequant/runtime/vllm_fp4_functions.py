@@ -226,11 +226,12 @@ def _workload(
     reason = _BACKEND.supports(workload)
     if reason is not None:
         raise UnsupportedError(
-            f"{function} runs backend {_BACKEND.name!r} on SM100 (compute capability 10.0), and "
-            f"that does not run H {workload.hidden}, I {workload.intermediate} on "
+            f"{function} runs backend {_BACKEND.marked_name} on SM100 (compute capability 10.0), "
+            f"and that does not run H {workload.hidden}, I {workload.intermediate} on "
             f'{workload.device}: {reason}; elsewhere, pack_experts with activations="none" and '
-            'fused_experts run the same weights, and backend="torch_reference" computes the same '
-            "with these activations"
+            "fused_experts run the same weights, whose scales "
+            "moequant.layouts.swizzle_128x4.unswizzle puts in order, and "
+            'backend="torch_reference" computes the same with these activations'
         )
     return workload
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from moequant.selftest.layers import Call, LayerSizes
 
 REFERENCE = "torch_reference"
+_COMPARED_WITH = "on a CPU it is what the others are compared with"
 _CPU = torch.device("cpu")
 _PROCESSES = 8
 """On a GPU, unless there are fewer cores: almost all of a first run is compilation."""
@@ -159,6 +160,8 @@ def selftest(
         cases += runs
         if not runs:
             not_run[one.name] = reason
+    if backend is None and place.type == "cpu":
+        not_run[REFERENCE] = _COMPARED_WITH
     if processes is None:
         processes = min(_PROCESSES, available_cores()) if place.type == "cuda" else 1
     report.start("self-test", len(cases), unit="cases")
@@ -184,8 +187,7 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
         raise UnsupportedError(unknown_name("backend", name, known))
     if name == REFERENCE and place.type == "cpu":
         raise UnsupportedError(
-            f"{REFERENCE} on a CPU is what the others are compared with; name another backend, or "
-            "another device"
+            f"{REFERENCE}: {_COMPARED_WITH}; name another backend, or another device"
         )
     chosen = [known[name]] if name is not None else list(known.values())
     # On the CPU it would be compared with itself.
@@ -193,10 +195,12 @@ def _backends(name: str | None, place: torch.device) -> list[Backend]:
 
 
 def _cases_of(backend: Backend, place: torch.device) -> tuple[list[_Case], str]:
-    """What a backend runs; and if that is nothing, why, of what it is for."""
+    """What a backend runs; and if that is nothing, why: best by what the device lacks."""
     runs: list[_Case] = []
     reasons: dict[str, None] = {}
     reasons_of_served: dict[str, None] = {}
+    reasons_of_device: dict[str, None] = {}
+    elsewhere = torch.device("cpu" if place.type != "cpu" else "cuda")
     for format, scheme in _schemes():
         reason = _why_not_any(backend, format, scheme, place)
         if reason is None:
@@ -205,7 +209,10 @@ def _cases_of(backend: Backend, place: torch.device) -> tuple[list[_Case], str]:
             reasons[reason] = None
             if _is_served(format, scheme.name, [backend]):
                 reasons_of_served[reason] = None
-    return runs, "; ".join(reasons_of_served or reasons)
+            # What is about the layer, it says of any device.
+            if reason != _why_not_any(backend, format, scheme, elsewhere):
+                reasons_of_device[reason] = None
+    return runs, "; ".join(reasons_of_device or reasons_of_served or reasons)
 
 
 def _is_served(format: str, scheme: str, by: Iterable[Backend]) -> bool:

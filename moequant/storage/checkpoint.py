@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from reprlib import repr as show
+from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
@@ -80,11 +81,13 @@ class Checkpoint:
         """Read config, index and headers of the checkpoint in a directory.
 
         Raises:
-            CheckpointError: a file is missing, malformed or inconsistent with another, or the
-                directory is the output of an unfinished conversion.
+            CheckpointError: there is no such directory, a file is missing, malformed or
+                inconsistent with another, or the directory is the output of an unfinished
+                conversion.
             UnsupportedError: the weights are in pickle files.
         """
         if not isinstance(folder, Folder):
+            _check_directory(folder)
             folder = Folder(path=folder)
         folder.check()
         config_file = folder.open(CONFIG_FILE)
@@ -284,6 +287,21 @@ class _TensorsOnDemand(Mapping[str, "TensorInfo"]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _check_directory(path: Path) -> None:
+    """Refuse a path at which there is nothing, or a file; what else is wrong, reading says."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        what = "no such directory"
+    except (OSError, ValueError):
+        return
+    else:
+        if S_ISDIR(found.st_mode):
+            return
+        what = "is no directory"
+    raise CheckpointError(f"{path}: {what}; give the directory that holds {CONFIG_FILE}")
 
 
 def _choose_files(

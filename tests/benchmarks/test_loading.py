@@ -43,6 +43,8 @@ def test_it_times_the_checkpoint_and_its_prepared_folders(converted):
         assert row["load_s"] > 0
         assert row["share"] == pytest.approx(row["plain_s"] / row["load_s"])
         assert row["plain_threads"] in (1, 2, 4, 8, 16)
+        assert row["activations"] == ["fp8_token"]
+    assert [row["layout"] for row in document["folders"]] == [["stacked"], ["w4a8_panels"]]
 
 
 def test_the_plain_read_has_the_bytes_of_the_experts_and_no_others(converted, read, monkeypatch):

@@ -171,9 +171,9 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
     [
         ("broken", "RuntimeError: Engine core initialization failed."),
         ("worker", "RuntimeError: A worker failed.; a worker raised x.OutOfMemoryError: no room"),
-        ("killed", "it ended with exit code 9: Fatal: out of shared memory"),
+        ("killed", "vllm+moequant ended with exit code 9: Fatal: out of shared memory"),
         ("silent", "the plug-in was not used"),
-        ("hanging", "it did not end within 8 s; allow more by --timeout"),
+        ("hanging", "vllm+moequant did not end within 8 s; allow more by --timeout"),
     ],
 )
 def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, kind, reason):
@@ -232,18 +232,26 @@ def test_a_process_that_is_given_up_ends_with_those_it_started(models, tmp_path,
         "max_tokens": 1, "prefill_tokens": 8, "prefill_prompts": 8, "attention_backend": None,
         "tensor_parallel": 1, "expert_parallel": False,
     }  # fmt: skip
-    found, log = run_step("engine", {"engine": "vllm", "setup": setup}, tmp_path, timeout_s=10)
-    assert found == {"error": "it did not end within 10 s; allow more by --timeout"}
+    request = {"engine": "vllm", "setup": setup}
+    found, log = run_step("engine", request, tmp_path, what="vllm", timeout_s=10)
+    assert found == {"error": "vllm did not end within 10 s; allow more by --timeout"}
     child = re.search(r"child (\d+)", log)[1]
     # Ended, or waiting for whoever inherits it to take note.
     state = Path("/proc", child, "stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
+def test_a_machine_that_is_not_measured_in_time_is_said_to_have_printed_nothing(models):
+    measure = ServingMeasure(engines=("moequant",), device="cpu", timeout_s=0.01)
+    said = "^measuring this machine did not end within 0.01 s; allow more .*; it printed nothing$"
+    with pytest.raises(MoequantError, match=said):
+        bench_serving([models[1]], None, measure)
+
+
 def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
     asked = []
 
-    def fake(step, request, place, *, timeout_s, plugins=""):
+    def fake(step, request, place, *, what, timeout_s, plugins=""):
         asked.append((step, request))
         if step == "machine":
             return {"machine": {}, "read_tb_per_s": 1.0}, ""

@@ -179,6 +179,14 @@ def test_wrong_usage_exits_2(run):
         assert run("bench", "serve", *wrong).exit_code == 2, wrong
 
 
+def test_a_folder_in_which_none_can_be_made_is_refused_by_the_option(run):
+    result = run("bench", "serve", "--shape", "qwen3-30b", "--layers", 1, "--folder", "/proc")
+    assert result.exit_code == 2
+    said = "Invalid value for '--folder': no folder can be made in /proc: No such file"
+    assert said in result.stderr
+    assert "name one on a disk with room" in result.stderr
+
+
 def test_nothing_to_time_and_no_folder_are_errors(run, tmp_path):
     assert run("bench", "serve", "--device", "cpu").exit_code == 4
     if not torch.cuda.is_available():

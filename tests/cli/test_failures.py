@@ -54,6 +54,28 @@ def test_exit_codes_are_the_documented_ones():
     }
 
 
+@pytest.mark.parametrize("name", ["nope", "no/pe", "./nope"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("prepare", "--target", "sm90"),
+        ("generate", "--prompt", "x"),
+        ("warm-up",),
+        ("bench", "load", "--device", "cpu"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_directory_that_does_not_exist_is_said_to_and_never_asked_of_the_hub(
+    run, tmp_path, monkeypatch, command, name
+):
+    monkeypatch.chdir(tmp_path)
+    result = run(*command, name)
+    assert result.exit_code == 3
+    shown = name.removeprefix("./")
+    said = f"Error: {shown}: no such directory; give the directory that holds config.json\n"
+    assert result.stderr.endswith(said)
+
+
 def test_json_error_says_type_message_and_exit_code(run, convert_raises):
     convert_raises(errors.NumericsError("too far"))
     result = run(*COMMANDS, "--json")

@@ -125,3 +125,22 @@ def test_backends_that_no_gpu_has_run_are_marked(document):
         "cutlass_fp4", "cutlass_fp4_batched", "deepgemm_fp4", "deepgemm_fp4_batched"
     }  # fmt: skip
     assert not any(r["by_default"] for r in rows if r["never_run"])
+    assert all("runs only" not in r["reason"] for r in rows if r["never_run"])
+
+
+def test_a_pair_that_a_backend_has_no_kernels_for_has_no_mark(run):
+    words = " ".join(run("formats", "--backends").stdout.split())
+    assert "no: runs only nvfp4 and mxfp4 deepgemm_fp4" in words
+    assert "no: runs only nvfp4 and mxfp4; compiled" not in words
+    asked = run("formats", "--activations", "mxfp8", "--json").document["backends"]
+    marked = {(r["backend"], r["format"]) for r in asked if r["never_run"]}
+    assert marked == {("deepgemm_fp4", "mxfp4"), ("deepgemm_fp4_batched", "mxfp4")}
+
+
+@pytest.mark.parametrize(("scheme", "group"), [("nvfp4", 16), ("mxfp4", 32), ("mxfp8", 32)])
+def test_sizes_are_those_of_the_activations_too(run, scheme, group):
+    rows = run("formats", "--activations", scheme, "--json").document["backends"]
+    (row,) = (r for r in rows if (r["backend"], r["format"]) == ("torch_reference", "fp8_block"))
+    assert (row["hidden_multiple"], row["intermediate_multiple"]) == (group, group)
+    words = " ".join(run("formats", "--backends", "--activations", scheme).stdout.split())
+    assert f"{scheme} {group}, {group} by default" in words

@@ -144,6 +144,7 @@ def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
     assert lines[0].startswith(f"prepared      {prepared}, for sm100 by moequant ")
     assert f"made from     {prepared.parent.parent}" in lines
     assert "stale         no" in lines
+    assert "never run" not in "".join(lines)
     assert "nvfp4 none stacked, version 2 2 " in " ".join(lines[-1].split())
     copied = tmp_path / "copied"
     shutil.copytree(prepared.parent.parent, copied)
@@ -154,6 +155,13 @@ def test_people_see_target_layout_and_staleness(run, prepared, tmp_path):
     layer = max(folder.glob("*.safetensors"))
     layer.write_bytes(layer.read_bytes()[:-1])
     assert "but its manifest says" in run("inspect", folder, "--json").document["stale"]
+
+
+def test_a_layout_of_backends_that_no_gpu_has_run_is_marked(run, make_checkpoint, tmp_path):
+    out = convert(make_checkpoint(), tmp_path / "out", format="nvfp4").output
+    folder = prepare(out, target="sm100", activations="nvfp4").folder
+    last = run("inspect", folder).stdout.splitlines()[-1]
+    assert last == "for cutlass_fp4 and cutlass_fp4_batched: compiled, never run"
 
 
 DAMAGE = {

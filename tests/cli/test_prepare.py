@@ -13,6 +13,7 @@ def test_folder_is_written_once(run, converted, tmp_path):
     assert first.document["state"] == "prepared"
     folder = path / "moequant-prepared" / "sm90"
     assert first.document["folder"] == str(folder)
+    assert first.document["replaced"] is None
     files = [p for p in folder.iterdir() if p.suffix == ".safetensors"]
     assert first.document["bytes"] == sum(p.stat().st_size for p in files)
     assert {layer["format"] for layer in first.document["layers"].values()} == {"nvfp4"}
@@ -42,8 +43,17 @@ def test_activations_choose_the_layout(run, converted, tmp_path):
     again = run("prepare", path, "--target", "sm100", "--activations", "nvfp4")
     last = "for cutlass_fp4 and cutlass_fp4_batched: compiled, never run"
     assert again.stdout.splitlines()[1:] == [last]
+    assert again.stdout.splitlines()[1:] == [last]
     plain = run("prepare", path, "--target", "sm100", "--activations", "none")
     assert "never run" not in plain.stdout
+    replaced = "replaced what was there: nvfp4 as stacked_tiles for activations nvfp4"
+    assert plain.stdout.splitlines()[1:] == [replaced]
+    anew = run("prepare", path, "--target", "sm100", "--activations", "none", "--overwrite")
+    assert len(anew.stdout.splitlines()) == 1
+    back = run("prepare", path, "--target", "sm100", "--activations", "nvfp4", "--json").document
+    assert back["replaced"] == [
+        {"format": "nvfp4", "activations": "none", "layout": "stacked"},
+    ]
     assert run("prepare", path, "--target", "sm90", "--activations", "nvfp4").exit_code == 4
     assert run("inspect", path / "moequant-prepared" / "sm100").exit_code == 0
 

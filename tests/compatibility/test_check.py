@@ -283,6 +283,32 @@ def test_a_gpu_without_a_kernel_does_not_run_it(converted, check, format, gpu, v
         assert all("on compute capability" in text for text in report.lacking)
 
 
+@pytest.mark.parametrize(("gpu", "path"), [("h100", "sm90_w4a16"), ("b200", "triton")])
+def test_fp4_activations_run_in_moequant_only_where_none_are_asked_for(
+    make_checkpoint, check, tmp_path, gpu, path
+):
+    """By default `load_experts` refuses them there: no backend runs nvfp4_static unless named."""
+    for scales in (None, 1.0):
+        out = tmp_path / str(scales)
+        convert(make_checkpoint(), out, format="nvfp4", activation_scales=scales)
+        engine = check(out, engines=["moequant"], gpu=gpu)["moequant"]
+        assert engine.loads
+        (report,) = engine.gpus
+        only = 'only with activations="none"'
+        assert report.kernels["nvfp4"].startswith(f"{path} (16-bit activations")
+        assert (only in report.kernels["nvfp4"]) == (scales is not None)
+        said = [one.rule for one in engine.remarks]
+        by_name = ["fp4-activations-sm100-own"] * (gpu == "b200")
+        assert said == (["fp4-activations-own", *by_name] if scales else [])
+        assert all("compiled, never run" in one.text for one in engine.remarks[1:])
+
+
+def test_a_kernel_that_has_run_on_hopper_alone_is_marked_elsewhere(converted, check):
+    (engine,) = check(converted("fp8_block"), engines=["moequant"]).values()
+    for gpu in engine.gpus:
+        assert ("never run there" in gpu.kernels["fp8_block"]) == (gpu.capability != (9, 0))
+
+
 def test_kernels_name_engines_formats_and_our_own_backends():
     names = {engine.name for engine in ENGINES.values()}
     for kernel in all_kernels():

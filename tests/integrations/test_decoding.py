@@ -8,6 +8,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.integrations import decoding
 from moequant.integrations.decoding import (
+    cache_argument,
     decoder_of,
     decoding_of,
     static_cache,
@@ -158,7 +159,7 @@ def test_beams_are_searched_without_graphs(converted, prompt, graphs):
 def test_a_cache_that_is_reset_keeps_its_graphs(converted, prompt, graphs):
     model = with_graphs(load(converted("mixtral", "mxfp4")))
     cache = static_cache(model, 30)
-    own = {"past_key_values": cache, "cache_implementation": None, "eos_token_id": None}
+    own = {cache_argument(): cache, "cache_implementation": None, "eos_token_id": None}
     first = model.generate(prompt, **own, **GREEDY)
     cache.reset()
     assert torch.equal(model.generate(prompt, **own, **GREEDY), first)
@@ -172,7 +173,7 @@ def test_a_cache_that_is_reset_keeps_its_graphs(converted, prompt, graphs):
 def test_moved_weights_are_captured_again(converted, prompt, graphs):
     model = with_graphs(load(converted("mixtral", "mxfp4")))
     cache = static_cache(model, 30)
-    own = {"past_key_values": cache, "cache_implementation": None, "eos_token_id": None}
+    own = {cache_argument(): cache, "cache_implementation": None, "eos_token_id": None}
     first = model.generate(prompt, **own, **GREEDY)
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data.clone()
@@ -181,12 +182,24 @@ def test_moved_weights_are_captured_again(converted, prompt, graphs):
     assert len(graphs) == 2
 
 
+def test_the_cache_is_given_by_the_name_that_this_transformers_has(converted, prompt, graphs):
+    """Another is one that warns, or none: warnings are errors in tests."""
+    from transformers import __version__
+
+    new = tuple(map(int, __version__.split(".")[:2])) >= (5, 24)
+    assert cache_argument() == ("cache" if new else "past_key_values")
+    model = load(converted("mixtral", "mxfp4"))
+    wanted = generate(model, prompt[0].tolist(), max_new_tokens=4).ids
+    assert generate(with_graphs(model), prompt[0].tolist(), max_new_tokens=4).ids == wanted
+    assert graphs
+
+
 def test_graphs_live_as_long_as_their_cache(converted, prompt, graphs, monkeypatch):
     # A graph does not hold what it was captured from.
     monkeypatch.setattr(decoding, "capture_graph", lambda run, device: (lambda: None, run()))
     model = with_graphs(load(converted("mixtral", "mxfp4")))
     cache = static_cache(model, 30)
-    model.generate(prompt, past_key_values=cache, cache_implementation=None, **GREEDY)
+    model.generate(prompt, **{cache_argument(): cache}, cache_implementation=None, **GREEDY)
     kept = decoder_of(model)._steps
     assert len(kept) == 1
     del cache
@@ -204,7 +217,11 @@ def test_a_cache_that_is_too_small_is_refused(converted, prompt, graphs):
     cache = static_cache(model, 15)
     with pytest.raises(UnsupportedError, match="has room for 15 tokens, but there are 16"):
         model.generate(
-            prompt, past_key_values=cache, cache_implementation=None, eos_token_id=None, **GREEDY
+            prompt,
+            **{cache_argument(): cache},
+            cache_implementation=None,
+            eos_token_id=None,
+            **GREEDY,
         )
     with pytest.raises(UnsupportedError, match="max_tokens is 0"):
         static_cache(model, 0)
@@ -217,7 +234,7 @@ def test_a_cache_that_counts_on_the_host_is_refused(converted, prompt, graphs):
     model = with_graphs(windowed(load(converted("gpt_oss", "mxfp4"))))
     cache = StaticCache(model.config, max_cache_len=30)
     with pytest.raises(UnsupportedError, match=r"changes cumulative_length_int on the host.*eager"):
-        model.generate(prompt, past_key_values=cache, cache_implementation=None, **GREEDY)
+        model.generate(prompt, **{cache_argument(): cache}, cache_implementation=None, **GREEDY)
 
 
 def test_a_step_that_cannot_be_captured_is_refused(converted, prompt, monkeypatch):

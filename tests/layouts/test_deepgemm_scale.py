@@ -214,3 +214,38 @@ def test_storage_of_another_dtype_is_refused():
     storage = pack_ue8m0(random_codes(8, 4), 8, block_n=1)
     with pytest.raises(CheckpointError, match=r"float32 \[1, 8\], but 8 rows need torch\.int32"):
         unpack_ue8m0(storage.view(torch.float32), 8, 4, block_n=1, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: pack_ue8m0([1.0], 1, block_n=1, name="w2"), r"w2 is list, but must be a tensor"),
+        (
+            lambda: pack_ue8m0(torch.ones(4), 4, block_n=1),
+            r"scale is \[4\], but must be \[\.\.\., ",
+        ),
+        (lambda: pack_ue8m0(torch.ones(4, 4), 4, block_n=0), "block_n is 0, but .* at least 1"),
+        (lambda: pack_ue8m0(torch.ones(4, 4), "4", block_n=1), "rows is '4', but must be a whole"),
+        (
+            lambda: unpack_ue8m0(torch.ones(4), 4, 4, block_n=1, dtype=torch.uint8),
+            r"scale is \[4\], but must be",
+        ),
+        (lambda: mn_major_view(5, 4), "storage is int, but must be a tensor"),
+        (
+            lambda: mn_major_view(torch.zeros(4, dtype=torch.int32), 4),
+            r"storage is \[4\], but must",
+        ),
+        (lambda: mn_major_view(torch.zeros(1, 8), 8), r"torch\.float32 \[1, 8\], but 8 rows need"),
+    ],
+)
+def test_arguments_of_other_types_and_ranks_are_refused(call, said):
+    with pytest.raises(UnsupportedError, match=said):
+        call()
+
+
+def test_a_view_of_more_rows_than_the_storage_has_is_refused():
+    storage = pack_ue8m0(random_codes(7, 4), 7, block_n=1)
+    assert mn_major_view(storage, 7).shape == (7, 1)
+    said = r"storage is torch\.int32 \[1, 8\], but 9 rows need torch\.int32 \[\.\.\., columns, 12\]"
+    with pytest.raises(UnsupportedError, match=said):
+        mn_major_view(storage, 9)

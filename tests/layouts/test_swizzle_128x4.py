@@ -211,8 +211,29 @@ def test_unswizzle_refuses_padding_that_is_not_zero(position):
 def test_unswizzle_refuses_scales_of_another_shape():
     with pytest.raises(CheckpointError, match=r"\[128, 4\], but \[129, 4\] make \[256, 4\]"):
         unswizzle(swizzle(random_bytes(128, 4)), 129, 4)
-    with pytest.raises(CheckpointError, match=r"\[512\], but \[128, 4\] make \[128, 4\]"):
-        unswizzle(swizzle(random_bytes(128, 4)).flatten(), 128, 4)
+    with pytest.raises(UnsupportedError, match=r"w2 is \[512\], but must be \[..., 128, 4\]"):
+        unswizzle(swizzle(random_bytes(128, 4)).flatten(), 128, 4, name="w2")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: swizzle([[1]]), r"scale is list, but must be a tensor \[\.\.\., R, C\]"),
+        (lambda: swizzle(random_bytes(4)), r"scale is \[4\], but must be \[\.\.\., R, C\]"),
+        (
+            lambda: unswizzle(None, 128, 4),
+            r"scale is NoneType, but must be a tensor \[..., 128, 4\]",
+        ),
+        (lambda: unswizzle(random_bytes(128, 4), 2.5, 4), r"rows is 2\.5, but must be a whole"),
+        (
+            lambda: unswizzle(random_bytes(128, 4), 128, -1),
+            r"cols is -1, but must be .* at least 0",
+        ),
+    ],
+)
+def test_arguments_of_other_types_and_ranks_are_refused(call, said):
+    with pytest.raises(UnsupportedError, match=said):
+        call()
 
 
 def test_wide_scales_are_refused():

@@ -12,6 +12,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import RUNNABLE, get_format
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.activations import quantize_activations
+from moequant.runtime.backends import REGISTRY, BatchedExperts
 from moequant.runtime.batched import (
     OVERFLOW,
     BatchedTokens,
@@ -308,3 +309,14 @@ def test_a_batched_backend_runs_when_it_is_named(layers):
     assert FusedExperts(layer.weights, backend="naive_batched").chosen_backend() == "naive_batched"
     assert FusedExperts(layer.weights).chosen_backend() == "torch_reference"
     assert route(layer.topk_weights, layer.ids, experts=6).expert.shape == layer.ids.shape
+
+
+def test_experts_that_run_no_batches_say_which_backends_do(layers):
+    packed = pack_experts(layers.make().weights, backend="torch_reference")
+    said = "'torch_reference' does not run batches of tokens; .* ends with _batched, such as naive_"
+    with pytest.raises(UnsupportedError, match=said):
+        packed.run_batches(None)
+    batched = {
+        n for n, b in REGISTRY.items() if issubclass(getattr(b, "experts", object), BatchedExperts)
+    }
+    assert batched == {name for name in REGISTRY if name.endswith("_batched")}

@@ -97,6 +97,12 @@ def test_static_scales_move_with_the_state_and_are_looked_at_again():
     experts = FusedExperts(weights_of(static=True))
     want = experts(*call_of())
     assert {"w13_input_scale", "w2_input_scale"} <= experts.state_dict().keys()
+    assert "activations=nvfp4_static" in repr(experts)
+    experts.activations = "none"
+    assert "activations=none" in repr(experts)
+    experts.activations = "no_such_scheme"
+    assert "activations=no_such_scheme" in repr(experts)
+    experts.activations = "format"
     other = FusedExperts(weights_of(static=True))
     other.w2_input_scale.mul_(2)
     other.load_state_dict(experts.state_dict())
@@ -150,7 +156,9 @@ def test_the_other_backends_refuse_them_in_their_words(activations):
 
 def test_sizes_that_are_no_whole_groups_are_refused():
     weights = weights_of("bf16", I=48)
-    with pytest.raises(UnsupportedError, match="activations to mxfp4 for H and I in 32s only"):
+    with pytest.raises(
+        UnsupportedError, match="needs H and I in multiples of 32 for activations in mxfp4"
+    ):
         FusedExperts(weights, activations="mxfp4")
     assert FusedExperts(weights, activations="nvfp4")(*call_of()).shape == (M, H)
 

@@ -475,6 +475,15 @@ def test_weights_that_are_none_are_refused(weights):
         FusedExperts(weights)
 
 
+def test_what_has_weights_is_refused_with_how_to_pass_them(layers):
+    module = FusedExperts(layers.make().weights)
+    with pytest.raises(
+        UnsupportedError, match=r"FusedExperts, but .* ExpertWeights; pass its \.weights"
+    ):
+        pack_experts(module)
+    assert pack_experts(module.weights).backend.name == "torch_reference"
+
+
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
@@ -531,7 +540,7 @@ def test_activations_that_are_none_are_refused_in_one_way(layers, wrong):
 def test_a_backend_that_is_none_is_refused_in_one_way(layers, wrong):
     layer = layers.make()
     packed = pack_experts(layer.weights)
-    said = f"^{re.escape(f'there is no backend {wrong!r} to run fp8_block')}"
+    said = f"^{re.escape(f'unknown backend {wrong!r}; use one of')}"
     for weights in (layer.weights, packed):
         with pytest.raises(UnsupportedError, match=said):
             FusedExperts(weights, backend=wrong)

@@ -33,7 +33,7 @@ def test_it_takes_an_expert_map_and_weights_the_input(layers):
 def test_what_cannot_run_is_refused(layers):
     layer = layers.make()
     hidden, topk_weights, ids = layer.call
-    with pytest.raises(UnsupportedError, match="no backend 'fast'"):
+    with pytest.raises(UnsupportedError, match="unknown backend 'fast'"):
         pack_experts(layer.weights, backend="fast")
     packed = pack_experts(layer.weights)
     with pytest.raises(UnsupportedError, match="topk_ids"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -40,6 +41,22 @@ def test_a_refusal_of_fp4_activations_says_what_runs_the_weights():
     assert "runs the same weights" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("backend", "format", "scheme", "helps"),
+    [
+        ("naive_batched", "nvfp4", "nvfp4", True),
+        ("cutlass_fp4", "nvfp4", "nvfp4", False),
+        ("deepgemm_fp4", "mxfp4", "mxfp8", False),
+    ],
+)
+def test_other_activations_are_advised_only_where_the_named_backend_runs_them(
+    backend, format, scheme, helps
+):
+    with pytest.raises(UnsupportedError) as error:
+        select(replace(WORKLOAD, format=format, activations=scheme), backend)
+    assert ("runs the same weights" in str(error.value)) == helps
+
+
 def test_the_reference_runs_on_cuda_only_when_named():
     with pytest.raises(UnsupportedError, match=r"(?s)on cuda:0.*runs on cuda only when named"):
         select(ON_CUDA)
@@ -76,13 +93,26 @@ def test_a_layout_leaves_out_the_backends_that_read_another():
         select(WORKLOAD, layout=panels)
 
 
-def test_an_unknown_backend_is_refused_with_every_backend_s_answer():
-    with pytest.raises(UnsupportedError, match=r"no backend 'deepgem'") as error:
-        select(WORKLOAD, "deepgem")
+def test_an_unknown_backend_is_refused_with_the_names_there_are_and_the_nearest():
+    with pytest.raises(UnsupportedError, match=r"^unknown backend 'cutlas_fp4'; use one") as error:
+        select(WORKLOAD, "cutlas_fp4")
+    assert all(name in str(error.value) for name in BACKENDS)
+    assert str(error.value).endswith(". Did you mean cutlass_fp4?")
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(UnsupportedError, match=r"^unknown backend 'xxx.*\.\.\..*xxx'; use one of"):
+        select(WORKLOAD, "x" * 10000)
+
+
+def test_without_a_backend_every_one_says_why_it_does_not_run():
+    with pytest.raises(UnsupportedError, match=r"^no backend runs nvfp4") as error:
+        select(ON_CUDA)
     first, *lines = str(error.value).splitlines()
-    assert first.endswith("on cpu:")
+    assert first.endswith("on cuda:0:")
     for b, line in zip(BACKENDS.values(), lines, strict=True):
-        assert line.startswith(f"  {b.name}: {b.supports(WORKLOAD) or 'runs'}")
+        mark = r" \(compiled, never run\)" if b.never_run else ""
+        assert re.match(f"  {b.name}{mark}: .", line)
+    with pytest.raises(UnsupportedError, match=r"'cutlass_fp4' \(compiled, never run\) does not"):
+        select(ON_CUDA, "cutlass_fp4")
 
 
 def test_a_backend_that_is_named_says_its_own_reason_and_which_would_run():
@@ -101,20 +131,6 @@ def test_a_backend_that_is_named_says_its_own_reason_and_which_would_run():
     assert end.endswith("but these are w4a8_panels version 1; no other backend runs it here")
 
 
-def test_an_unknown_backend_is_answered_with_the_nearest():
-    with pytest.raises(
-        UnsupportedError, match=r"no backend 'deepgem' \(did you mean deepgemm"
-    ) as e:
-        select(WORKLOAD, "deepgem")
-    assert (
-        str(e.value)
-        .splitlines()[0]
-        .endswith(" to run nvfp4 with activations none, E 8, H 256, I 128, silu on cpu:")
-    )
-    with pytest.raises(UnsupportedError, match=r"no backend 'xxx.*\.\.\..*xxx' to run"):
-        select(WORKLOAD, "x" * 10000)
-
-
 @pytest.mark.parametrize("backend", [None, "torch_reference"])
 def test_a_backend_that_cannot_run_it_says_why(backend):
     with pytest.raises(UnsupportedError, match="cannot quantize activations to fp4_group16"):
@@ -123,7 +139,7 @@ def test_a_backend_that_cannot_run_it_says_why(backend):
 
 def test_a_module_is_refused_when_it_is_made_and_again_when_it_has_moved(layers):
     layer = layers.make()
-    with pytest.raises(UnsupportedError, match="there is no backend 'fast'"):
+    with pytest.raises(UnsupportedError, match="unknown backend 'fast'"):
         FusedExperts(layer.weights, backend="fast")
     moved = FusedExperts(layer.weights).to("meta")
     with pytest.raises(UnsupportedError, match="needs a device that holds numbers"):

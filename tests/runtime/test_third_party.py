@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -12,6 +13,8 @@ from moequant.cli import cli
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
 from moequant.runtime.backends import Backend, StandardExperts, third_party
+from moequant.runtime.packing import workload_of
+from moequant.runtime.select import select
 
 
 class ZeroExperts(StandardExperts):
@@ -66,6 +69,11 @@ class Undecided(Zeros):
         raise RuntimeError("driver is gone")
 
 
+def nothing_runs(weights):
+    """A workload that every backend refuses, so that the error has the reason of each."""
+    return replace(workload_of(weights, "none"), activations="no_such_scheme")
+
+
 @pytest.fixture
 def install(monkeypatch):
     """Installs objects of this file as entry points, by name."""
@@ -114,7 +122,7 @@ def test_a_backend_that_cannot_be_used_is_listed_with_its_reason(
     install(**{name: value})
     layer = layers.make()
     with pytest.raises(UnsupportedError, match=rf"{name}.*{reason}"):
-        FusedExperts(layer.weights, backend="nothing")
+        select(nothing_runs(layer.weights))
     assert FusedExperts(layer.weights, backend="torch_reference")(*layer.call).any()
 
 
@@ -126,7 +134,7 @@ def test_of_two_backends_with_the_same_name_the_first_is_used(layers, install, m
     with pytest.raises(
         UnsupportedError, match=r"zeros \(.*:Other\): another backend has this name"
     ):
-        FusedExperts(layers.make().weights, backend="nothing")
+        select(nothing_runs(layers.make().weights))
 
 
 def test_moequant_formats_lists_a_backend_that_fails(install):

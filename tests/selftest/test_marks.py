@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from moequant.compatibility.kernels import all_kernels
 from moequant.runtime.activations import SCHEMES
 from moequant.runtime.backends import REGISTRY
 
@@ -29,15 +31,44 @@ def test_a_backend_for_blackwell_alone_is_marked_until_a_report_has_run_it():
     assert {name for name, b in REGISTRY.items() if b.never_run} == for_blackwell - ran
 
 
-@pytest.mark.parametrize(
-    "page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name
-)
-def test_a_page_that_names_a_marked_backend_says_so(page):
-    text = " ".join(page.read_text().split())
-    marked = {name for name, b in REGISTRY.items() if b.never_run}
-    named = {name for name in marked if f"`{name}`" in text}
-    assert not named or "never run" in text, named
-    assert marked or "compiled, never run" not in text
+MARK = "compiled, never run"
+PAGES = [DOCS.parent / "README.md", DOCS.parent / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks_of(text):
+    """Heading and text of paragraphs, items of lists, and rows of tables behind their header."""
+    heading, header = "", None
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.splitlines()
+        if lines and lines[0].startswith("#"):
+            heading = lines[0]
+        if lines and lines[0].startswith("|"):
+            header, *rows = lines
+            yield from ((heading, f"{header} {row}") for row in [header, *rows])
+        else:
+            yield from ((heading, item) for item in re.split(r"\n(?=[*-] )", paragraph))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_whatever_names_a_marked_backend_says_so(page):
+    """In the same paragraph, item or row, in the header of the table, or in the section's title."""
+    marked = [name for name, b in REGISTRY.items() if b.never_run]
+    named = re.compile(rf"(?<![\w/])({'|'.join(marked)})(?!\w)" if marked else "(?!)")
+    for heading, block in blocks_of(page.read_text()):
+        said = " ".join(f"{heading} {block}".replace("*", "").lower().split())
+        assert not named.search(block) or MARK in said, block
+    assert marked or MARK not in page.read_text()
+
+
+def test_our_kernels_are_marked_in_check_but_where_a_report_has_run_them():
+    ours = [kernel for kernel in all_kernels() if kernel.engine == "moequant"]
+    reported = {json.loads(path.read_text())["compute_capability"] for path in REPORTS}
+    for kernel in ours:
+        if kernel.ran_capability is None:
+            # Of one capability alone, the one that it is for.
+            assert kernel.from_capability == kernel.to_capability
+        ran = kernel.ran_capability or kernel.from_capability
+        assert {"{}.{}".format(*ran)} == reported
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.stem)

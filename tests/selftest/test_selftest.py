@@ -118,8 +118,15 @@ def test_it_says_why_a_backend_runs_nothing(few):
     few("fp8_block")
     document = selftest("cpu")
     assert [row["backend"] for row in document["rows"]] == ["naive_batched"] * 4
-    assert document["not_run"].keys() == REGISTRY.keys() - {"naive_batched", "torch_reference"}
-    assert "needs a CUDA device" in document["not_run"]["triton"]
+    reasons = dict.fromkeys(REGISTRY.keys() - {"naive_batched"}, "needs a CUDA device")
+    reasons["torch_reference"] = "on a CPU it is what the others are compared with"
+    few("fp8_block", "fp8_channel", "nvfp4", "mxfp4", "w4a8")
+    assert {name: run._cases_of(REGISTRY[name], torch.device("cpu"))[1] for name in reasons} == {
+        **reasons,
+        "torch_reference": "",
+    }
+    assert document["not_run"]["torch_reference"] == reasons["torch_reference"]
+    assert document["not_run"].keys() == reasons.keys()
 
 
 def test_it_says_why_a_backend_does_not_run_what_it_is_for(few):

@@ -225,6 +225,14 @@ def test_truncated_shard_is_named(folder: Path) -> None:
     assert f"{B}: truncated" in refusal(folder)
 
 
+def test_a_folder_that_does_not_exist_or_is_a_file_is_refused(tmp_path: Path) -> None:
+    said = "no such directory; give the directory that holds config.json"
+    assert said in refusal(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    assert said in refusal(tmp_path / "file" / "inner")
+    assert "file: is no directory; give the directory" in refusal(tmp_path / "file")
+
+
 def test_dangling_index_is_not_taken_for_none(folder: Path) -> None:
     (folder / INDEX_FILE).unlink()
     (folder / INDEX_FILE).symlink_to("nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import TARGETS, Backend, PackedExperts
 from moequant.runtime.backends.cutlass_fp4 import CutlassFp4, CutlassFp4Batched
@@ -22,6 +23,9 @@ from moequant.runtime.backends.third_party import load_third_party
 from moequant.runtime.backends.torch_reference import TorchReference
 from moequant.runtime.backends.triton_portable import TritonBatched, TritonPortable
 from moequant.runtime.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 REGISTRY: dict[str, Backend] = {
     b.name: b
@@ -54,6 +58,15 @@ def backends() -> dict[str, Backend]:
     return {**REGISTRY, **load_third_party(frozenset(REGISTRY))}
 
 
+def never_run_readers(layouts: Collection[str]) -> list[str]:
+    """Names of our backends that read one of these layouts and that no GPU has run."""
+    return [
+        backend.name
+        for backend in REGISTRY.values()
+        if backend.never_run and {layout.name for layout in backend.layouts} & {*layouts}
+    ]
+
+
 __all__ = [
     "REGISTRY",
     "STACKED",
@@ -66,4 +79,5 @@ __all__ = [
     "StandardExperts",
     "Workload",
     "backends",
+    "never_run_readers",
 ]

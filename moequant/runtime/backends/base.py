@@ -14,8 +14,9 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from moequant.errors import DoesNotFitError
+from moequant.errors import DoesNotFitError, UnsupportedError
 from moequant.runtime.backends.stacked import STACKED
+from moequant.units import NEVER_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime.backends.layout import Layout
+    from moequant.runtime.batched import BatchedTokens
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
@@ -128,6 +130,20 @@ class PackedExperts(ABC):
             hidden_scale: float32 scales of `hidden_states`, quantized by `workload.activations`.
         """
 
+    def run_batches(
+        self, tokens: BatchedTokens, *, names: Mapping[str, str] | None = None
+    ) -> Tensor:
+        """Refuse batches of tokens, which `BatchedExperts` run.
+
+        Raises:
+            UnsupportedError: always; says which backends do.
+        """
+        raise UnsupportedError(
+            f"backend {self.backend.name!r} does not run batches of tokens; pack the experts for "
+            "one whose name ends with _batched, such as naive_batched on a CPU and triton_batched "
+            "on a GPU"
+        )
+
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of `workspace` that `run` needs for [tokens, topk] token-expert pairs.
 
@@ -188,6 +204,15 @@ class Backend(ABC):
 
         It is asked about any workload: every format, scheme and device, also one that is not there.
         """
+
+    @property
+    def marked_name(self) -> str:
+        """Its name in messages; marked, where no GPU has run its kernels."""
+        return f"{self.name} ({NEVER_RUN})" if self.never_run else self.name
+
+    def multiples_with(self, activations: str) -> tuple[int, int]:
+        """`multiples`, and those that a scheme of activations adds."""
+        return self.multiples
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

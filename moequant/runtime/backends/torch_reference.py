@@ -111,10 +111,17 @@ class TorchReference(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """See `why_not_reference`; and sizes that are no multiple of a scheme's groups."""
-        group = GROUPS.get(workload.activations, 1)
+        group, _ = self.multiples_with(workload.activations)
         if workload.hidden % group or workload.intermediate % group:
-            return f"quantizes activations to {workload.activations} for H and I in {group}s only"
+            return (
+                f"needs H and I in multiples of {group} for activations in {workload.activations}"
+            )
         return why_not_reference(workload)
+
+    def multiples_with(self, activations: str) -> tuple[int, int]:
+        """The columns of the scheme's groups."""
+        group = GROUPS.get(activations, 1)
+        return group, group
 
 
 def why_not_reference(workload: Workload) -> str | None:

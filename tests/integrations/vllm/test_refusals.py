@@ -121,7 +121,7 @@ def test_functions_and_biases_of_unknown_order_are_refused(engine, given, says):
         ({"backend": 3}, "backend is 3, but must be a name, or null"),
         (
             {"backend": "x"},
-            "(?s)there is no backend 'x' to run.*\nChoose others with --additional-config",
+            "(?s)unknown backend 'x'.*\nChoose others with --additional-config",
         ),
         ("fast", "is 'fast', but must be an object"),
     ],
