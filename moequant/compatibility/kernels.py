@@ -33,7 +33,7 @@ class KernelPath:
     fp4_activations: bool | None = None
     refined: bool | None = None
     only: str = ""
-    ran_capability: tuple[int, int] | None = None
+    ran: tuple[str, ...] = ()
 
     def suits(self, format: str, facts: Facts, *, refined: bool) -> bool:
         """Whether it runs a format of a checkpoint, on some GPU."""
@@ -48,7 +48,7 @@ class KernelPath:
     def describe(self, capability: tuple[int, int]) -> str:
         """Its path, what it multiplies by and is asked for with, and whether it ever ran there."""
         only = self.only and f", only with {self.only}"
-        ran = "" if self.ran_capability in (None, capability) else "; never run there"
+        ran = "" if not self.ran or _text(capability) in self.ran else "; never run there"
         return f"{self.path} ({self.activations} activations{only}{ran})"
 
 

@@ -22,10 +22,10 @@ def read_table(name: str) -> Mapping[str, Any]:
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of a table as fields of a frozen dataclass.
 
-    Lists become tuples; `capability`, and `from`, `to` and `ran` as `from_capability`,
-    `to_capability` and `ran_capability`, become (major, minor).
+    Lists become tuples; `capability`, and `from` and `to` as `from_capability` and `to_capability`,
+    become (major, minor).
     """
-    names = {key: f"{key}_capability" for key in ("from", "to", "ran")}
+    names = {"from": "from_capability", "to": "to_capability"}
     fields = {names.get(key, key): value for key, value in entry.items()}
     for key, value in fields.items():
         if key.endswith("capability"):
