@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import options
-from moequant.cli.output import Output, size, write_document
+from moequant.cli.failures import FailedResult
+from moequant.cli.output import KeptDocument, Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -109,12 +110,15 @@ def command(
         stages=stages,
         host=host,
     )
+    kept = KeptDocument(output)
     with out.progress() as progress:
         for document in bench_experts(shapes, measure, device=device, progress=progress):
             # After every layer, so that an interruption costs no more than one.
-            if output is not None:
-                write_document(output, document)
-    out.result(document, _show)
+            kept(document)
+    if not (as_json and kept.error):
+        out.result(document, _show)
+    if kept.error:
+        raise FailedResult(kept.error, document)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from moequant.cli import options
 from moequant.cli.bench_experts import parse_tokens
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, write_document, write_plot
+from moequant.cli.output import KeptDocument, Output, write_plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,14 +132,15 @@ def command(
     )
     with out.progress() as progress:
         # After every engine, so that an interruption costs no more than one.
-        keep = None if output is None else partial(write_document, output)
+        kept = KeptDocument(output)
         document = bench_serving(
-            models, source, measure, folder=folder, progress=progress, keep=keep
+            models, source, measure, folder=folder, progress=progress, keep=kept
         )
-    failed = write_plot(plot, lambda: plot_serving(document))
+    unwritten = [kept.error, write_plot(plot, lambda: plot_serving(document))]
+    reasons = [str(error) for error in unwritten if error]
     if untimed := failures(document):
-        reasons = [f"not timed: {', '.join(untimed)}", *([str(failed)] if failed else [])]
-        failed = MoequantError("; ".join(reasons))
+        reasons.insert(0, f"not timed: {', '.join(untimed)}")
+    failed = MoequantError("; ".join(reasons)) if reasons else None
     if not (as_json and failed):
         out.result(document, _show)
     if failed:

@@ -150,15 +150,31 @@ def print_document(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document to a file, which is replaced as a whole.
+class KeptDocument:
+    """The file of --output, written again after every part of what takes long.
 
-    Raises:
-        MoequantError: the file cannot be written.
+    Attributes:
+        error: why it could not be written the last time; the figures that were measured are to be
+            printed all the same.
     """
-    from moequant.storage.disk import replace_file
 
-    replace_file(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.error: MoequantError | None = None
+
+    def __call__(self, document: Mapping[str, Any]) -> None:
+        """Write the document, if a file is named."""
+        from moequant.errors import MoequantError
+        from moequant.storage.disk import replace_file
+
+        self.error = None
+        if self._path is None:
+            return
+        try:
+            text = json.dumps(document, indent=1, allow_nan=False)
+            replace_file(self._path, text.encode() + b"\n")
+        except MoequantError as error:
+            self.error = error
 
 
 def write_plot(path: Path | None, draw: Callable[[], str]) -> MoequantError | None:

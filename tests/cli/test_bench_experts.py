@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from moequant.cli import cli
-from moequant.errors import NumericsError
+from moequant.errors import MoequantError, NumericsError
 
 TIME = {"median_us": 20.0, "p20_us": 19.0, "p80_us": 21.0}
 CELL = {
@@ -131,6 +131,22 @@ def test_what_was_measured_before_an_error_is_in_the_file(monkeypatch, tmp_path)
     assert result.exit_code != 0
     assert "wrong" in result.stderr
     assert json.loads((tmp_path / "run.json").read_text()) == DOCUMENT
+
+
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_times_are_printed_where_the_file_cannot_be_written(measured, monkeypatch, tmp_path, extra):
+    def no_space(path, data):
+        raise MoequantError(f"{path}: cannot be written: No space left on device")
+
+    measured(DOCUMENT)
+    monkeypatch.setattr("moequant.storage.disk.replace_file", no_space)
+    result = run("--shape", "gpt-oss-120b", "--output", tmp_path / "run.json", *extra)
+    assert result.exit_code == 1
+    assert "No space left" in result.stderr
+    if extra:
+        assert json.loads(result.stdout)["layers"] == DOCUMENT["layers"]
+    else:
+        assert "gpt-oss-120b: " in result.stdout
 
 
 @pytest.mark.parametrize(

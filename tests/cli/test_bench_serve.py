@@ -62,16 +62,18 @@ def measured(monkeypatch):
     return measured
 
 
+@pytest.mark.parametrize("file", [("--plot", "plot.svg"), ("--output", "serve.json")])
 @pytest.mark.parametrize("extra", [(), ("--json",)])
-def test_a_plot_that_cannot_be_written_does_not_take_the_times_away(
-    run, measured, tmp_path, monkeypatch, extra
+def test_a_file_that_cannot_be_written_does_not_take_the_times_away(
+    run, measured, tmp_path, monkeypatch, extra, file
 ):
     def no_space(path, data):
         raise MoequantError(f"{path}: cannot be written: No space left on device")
 
     measured()
     monkeypatch.setattr("moequant.storage.disk.replace_file", no_space)
-    result = run("bench", "serve", "a-model", "--plot", tmp_path / "plot.svg", *extra)
+    option, name = file
+    result = run("bench", "serve", "a-model", option, tmp_path / name, *extra)
     assert result.exit_code == 1
     assert "No space left" in result.stderr
     if extra:
