@@ -27,6 +27,7 @@ import torch
 from moequant.act_fn import SILU
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, get_format
+from moequant.kernels.calls import MAX_PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,7 +92,6 @@ def humming(weights: ExpertWeights, scheme: str) -> Callable[[Tensor, Tensor, Te
     _check_installed()
     from humming.forward import may_process_input  # type: ignore[import-not-found]
 
-    from moequant.kernels.calls import MAX_PAIRS
     from moequant.kernels.routing import Grouping, SortedRouting, sort_routing
     from moequant.kernels.weighted_reduce import weighted_reduce
 

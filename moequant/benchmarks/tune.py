@@ -20,6 +20,7 @@ from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
+from moequant.kernels.calls import part_tokens
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.storage.disk import check_writable
@@ -207,8 +208,6 @@ def tune(
 
 
 def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> None:
-    from moequant.kernels.calls import part_tokens
-
     for M in tokens:
         for name, shape in shapes.items():
             if (part := part_tokens(M, shape.topk)) != M:

@@ -8,6 +8,7 @@ import shutil
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+from moequant.kernels.calls import part_tokens
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_sm90
 from moequant.runtime.backends.planned import PlannedExperts
@@ -32,7 +33,6 @@ class DeepGemmExperts(PlannedExperts):
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """The rows that DeepGEMM is given, by which it chooses among its kernels."""
-        from moequant.kernels.calls import part_tokens
         from moequant.kernels.deepgemm.sm90_fp8_deepgemm import ALIGNMENT
         from moequant.kernels.routing import max_rows
 

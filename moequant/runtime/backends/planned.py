@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.kernels.calls import part_sizes, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
 from moequant.runtime.backends.base import PackedExperts
 
@@ -48,8 +49,6 @@ class PlannedExperts(PackedExperts):
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """As for float32 hidden states, which take most."""
-        from moequant.kernels.calls import part_sizes
-
         if tokens * topk == 0:
             return 0
         known = self._workspace_bytes
@@ -78,7 +77,6 @@ class PlannedExperts(PackedExperts):
     ) -> None:
         """See `PackedExperts.run`."""
         from moequant.kernels.arena import WorkspaceArena
-        from moequant.kernels.calls import run_in_parts
 
         T, dtype = topk_ids.shape[1], hidden_states.dtype
 

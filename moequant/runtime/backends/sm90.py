@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats import QuantizedWeight
+from moequant.kernels.calls import part_tokens
 from moequant.runtime.backends.base import PackedExperts
 from moequant.runtime.backends.stacked import input_scales_in, unstack_biases
 from moequant.runtime.weights import ExpertWeights
@@ -103,8 +104,6 @@ class Sm90Experts(PackedExperts):
         self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor
     ) -> dict[str, Callable[[], object]]:
         """See `PackedExperts.stages`."""
-        from moequant.kernels.calls import part_tokens
-
         tokens = part_tokens(*topk_ids.shape)
         parts = (hidden_states[:tokens], topk_weights[:tokens], topk_ids[:tokens])
         topk, out = topk_ids.shape[1], torch.empty_like(parts[0])
