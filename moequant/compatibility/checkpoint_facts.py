@@ -99,8 +99,6 @@ def examine(
     )
 
 
-_FP4_SCHEMES = ("nvfp4_static", "mxfp4")
-"""Those in FP4 of what an `activations_reader` finds."""
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
@@ -173,14 +171,15 @@ def _of_modules(
 ) -> dict[str, Any]:
     """The facts that follow from single modules."""
     activations_of = dialect.activations_reader(config)
-    schemes = {activations_of(m.name) for m in modules if m.group == ROUTED_EXPERTS}
+    found = {activations_of(m.name) for m in modules if m.group == ROUTED_EXPERTS}
+    schemes = {scheme for scheme in found if scheme is not None}
     routed = {_form(m) for m in modules if m.group == ROUTED_EXPERTS and m.quantized}
     others = [m for m in modules if m.group == "linears" and m.quantized and m.stated]
     return {
         "formats": frozenset(m.stated for m in others),
         "ragged": any(_is_ragged(m) for m in modules if m.quantized and m.group != ROUTER),
         "static": not schemes.isdisjoint(STATIC_SCHEMES),
-        "fp4_activations": not schemes.isdisjoint(_FP4_SCHEMES),
+        "fp4_activations": any(not scheme.startswith("fp8_") for scheme in schemes),
         "shared_apart": bool(routed)
         and any(
             _form(m) not in routed
