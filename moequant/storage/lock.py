@@ -51,6 +51,8 @@ def _make(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
+        if not folder.parent.is_dir():  # in front of it is a link to nothing
+            raise
         # It was there, and then it was no folder: a file, or a folder removed in between.
         with suppress(FileNotFoundError):
             if not stat.S_ISDIR(folder.lstat().st_mode):

@@ -102,7 +102,9 @@ def test_a_folder_that_is_removed_as_it_is_made_is_another_runs(tmp_path, monkey
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path, said in (
+        ("link/work", r"work: cannot be created: File exists; move away what is there"),
         ("file/work", r"work: cannot be created: Not a directory; a part of this path is a file"),
         ("file", r"file: cannot be created: File exists; move away what is there"),
     ):
