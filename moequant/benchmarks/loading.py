@@ -9,13 +9,11 @@ put them.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +27,12 @@ from moequant.runtime.load import load_experts
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
 from moequant.storage.buffers import tensor_bytes
-from moequant.storage.folder import is_prepared_folder
+from moequant.storage.folder import given_folder, is_prepared_folder
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from moequant.progress import Progress
     from moequant.runtime.activations import ActivationsChoice
@@ -92,8 +91,7 @@ def bench_loading(
         UnsupportedError: no such device, or no layer can be loaded there.
     """
     place = usable_device(device)
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(checkpoint))  # noqa: PTH111
+    path = given_folder("checkpoint", checkpoint)
     converted = ConvertedCheckpoint.open(path, quantized_activations=True)
     folder = converted.checkpoint.path
     layers = list(converted.expert_layers())
