@@ -6,12 +6,10 @@ thread holds 2 * quad, 2 * quad + 1, 2 * quad + 8 and 2 * quad + 9, where quad =
 the A operands of m64k16.
 
     codes    [block 2][columns / 64 2][warp 4][f 8][quad 4][columns % 64 / 16] of 32 bits
-    word     a half for each column of a pair, the first low; bits of magnitude and sign in a half:
-             row f,     columns 2 * quad:      8 to 6, 15
-             row f + 8, columns 2 * quad:      5 to 3, 12
-             row f,     columns 2 * quad + 8:  2 to 0, 13
-             row f + 8, columns 2 * quad + 8: 11 to 9, 14
-    scales   bytes [warp 4][f 8][block 2][half 2][group], of rows f and f + 8 of a block
+    word     see below
+    scales   bytes [warp 4][f 8][block 2][half 2][group], of rows f and f + 8 of a block, each 32
+             bits of them rotated to the left by 4 (NVFP4) or 7 (MXFP4), so that bytes 0 and 2, and
+             after a rotation 1 and 3, lie where bfloat16 has these bits
              NVFP4: five bits of exponent, bias 22, then three of mantissa
              MXFP4: 253 + exponent - the largest of the expert that is not NaN
              NaN: 255, which is NaN (NVFP4) or Inf (MXFP4) to the kernel
@@ -20,6 +18,18 @@ the A operands of m64k16.
 
 A group of NVFP4 whose scale is 0 has codes of 0, and one of MXFP4 whose scale is NaN, too: 0 times
 Inf is NaN. The sign of an NVFP4 scale is in the codes. Columns behind the last are zeros.
+
+The two codes of a pair of columns are wanted in bits 8 to 6 (magnitude) and 15 (sign) of the halves
+of a word, the first low. A word holds four pairs, and a mask leaves those bits of
+
+    row f,     columns 2 * quad:      word
+    row f + 8, columns 2 * quad:      word << 6
+    row f,     columns 2 * quad + 8:  word << 4 ^ word >> 4
+    row f + 8, columns 2 * quad + 8:  word, rotated to the right by 6
+
+All 32 bits of a word follow from these equations. Without the XOR, which is one instruction with
+the mask, no four places of those bits share none: a search found none among shifts, rotations and
+permutations of bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +57,14 @@ if TYPE_CHECKING:
 _UNIT = 128.0
 """What the kernel's product of an NVFP4 code and scale lacks: 2 ** 126 / 2 ** 119."""
 _BIAS = 22
-# Lowest bit of the magnitude, and of the sign, of (row f or f + 8, columns + 0 or + 8) in a half.
-_PLACES = {(0, 0): (6, 15), (1, 0): (3, 12), (0, 1): (0, 13), (1, 1): (9, 14)}
+# Of (row f or f + 8, columns + 0 or + 8), the bits of the first column's code, the lowest first.
+# Those of the second lie 16 places on, and so do those of a whole word, which are counted mod 32.
+_PLACES = {
+    (0, 0): (6, 7, 8, 15),
+    (1, 0): (0, 1, 2, 9),
+    (0, 1): (10, 3, 4, 11),
+    (1, 1): (12, 13, 14, 21),
+}
 
 
 def panel_bytes(format: str) -> int:
@@ -104,14 +120,14 @@ def _prepare(
         byte = (253 + exponent - largest[:, None, None]).clamp(min=1)
         byte = _by_block(byte.masked_fill(nan, 255).to(torch.uint8), PANEL_COLUMNS // 32)
         qdata = qdata.masked_fill(_of_codes(byte == 255, 16), 0)
-        return qdata, byte, torch.exp2(largest.float() - 127)
+        return qdata, _rotate(byte, 7), torch.exp2(largest.float() - 127)
     value = scale.float().abs()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
     byte, signs = (_by_block(x, PANEL_COLUMNS // 16) for x in (byte, (bits >> 7) * 0x88))
     qdata = (qdata ^ _of_codes(signs, 8)).masked_fill(_of_codes(byte == 0, 8), 0)
-    return qdata, byte, _factor(global_scale.float())
+    return qdata, _rotate(byte, 4), _factor(global_scale.float())
 
 
 def _factor(global_scale: Tensor) -> Tensor:
@@ -138,9 +154,17 @@ def _by_block(byte: Tensor, groups: int) -> Tensor:
     return byte.view(*byte.shape[:-1], -1, groups)
 
 
+def _rotate(byte: Tensor, left: int) -> Tensor:
+    """Every four bytes of the last dimension as one word, rotated."""
+    word = byte.contiguous().view(torch.int32)
+    word = word << left | word >> (32 - left) & ((1 << left) - 1)
+    return word.view(torch.uint8)
+
+
 def _scales(byte: Tensor, factor: Tensor, K: int) -> tuple[Tensor, Tensor | None]:
     """Scales and global scale of a weight of K columns, from its bytes and its factor."""
     groups = byte.shape[-1]
+    byte = _rotate(byte, 32 - (7 if groups == PANEL_COLUMNS // 32 else 4))
     byte = byte.flatten(-2)[..., : groups * K // PANEL_COLUMNS].contiguous()
     if groups == PANEL_COLUMNS // 32:
         largest = torch.frexp(factor)[1] - 1 + 127
@@ -156,10 +180,15 @@ def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
     # K / 2 as [K / 128, 64s, 16s, 8s, quad], a byte for the two codes of a pair.
     parts = qdata.view(*qdata.shape[:-1], blocks, 2, 4, 2, 4).int()
     word = torch.zeros_like(parts[:, :, :, :, 0, :, :, :, :, 0])
-    for (half, eight), (at, sign) in _PLACES.items():
+    for (half, eight), places in _PLACES.items():
         x = parts[:, :, :, :, half, :, :, :, :, eight]
-        word |= (x & 7) << at | (x >> 3 & 1) << sign
-        word |= (x >> 4 & 7) << (at + 16) | (x >> 7) << (sign + 16)
+        for bit, place in enumerate(places):
+            word |= (x >> bit & 1) << place
+            word |= (x >> (bit + 4) & 1) << (place + 16) % 32
+    # What the kernel's XOR adds to the third pair, from the highest bit down.
+    for mask in (1 << 19, 1 << 11, 0x00100018):
+        word ^= word >> 8 & mask
+    word ^= word << 8 & 0x04000400
     # [P, block, warp, a, b, K / 128, 64s, 16s, quad]
     words = word.permute(0, 5, 1, 6, 2, 3, 4, 8, 7)
     return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
@@ -171,8 +200,13 @@ def _unpack_codes(packed: Tensor) -> Tensor:
     words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 4)
     words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 7)  # as in `_pack_codes`
     codes = packed.new_empty(P, 2, 4, 4, 2, 2, blocks, 2, 4, 2, 4)
-    for (half, eight), (at, sign) in _PLACES.items():
-        first = words >> at & 7 | (words >> sign & 1) << 3
-        second = words >> (at + 16) & 7 | (words >> (sign + 16) & 1) << 3
+    pairs = {
+        (0, 0): words,
+        (1, 0): words << 6,
+        (0, 1): words << 4 ^ words >> 4 & 0x0FFFFFFF,
+        (1, 1): words >> 6 & 0x03FFFFFF | words << 26,
+    }
+    for (half, eight), pair in pairs.items():
+        first, second = ((x >> 6 & 7 | x >> 12 & 8) for x in (pair, pair >> 16))
         codes[:, :, :, :, half, :, :, :, :, eight] = (first | second << 4).to(torch.uint8)
     return codes.view(P, 2, 4, 4, 2, 2, blocks * PANEL_COLUMNS // 2)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# Products of bfloat16 take most of the time of large tiles, in proportion to their rows. With more
+# classes, ptxas waits for each product.
+_CLASSES = {
+    96: [48, 64, 80, 96],
+    128: [48, 96, 128],
+    160: [96, 160],
+}
+
 
 class W4a16Tilings(Tilings):
     """Rules from timings on an H200, see docs/kernels.md."""
@@ -53,10 +61,8 @@ class W4a16GemmConfig(GemmConfig):
 
     @property
     def classes(self) -> list[int]:
-        """See `GemmConfig.classes`; with more, ptxas waits for each product above 64 rows."""
-        if self.rows > 64:
-            return [96, 160] if self.rows == 160 else [n for n in (48, 96, 128) if n <= self.rows]
-        return classes_of(W4a16Tilings.rows, self.rows)
+        """See `GemmConfig.classes`."""
+        return _CLASSES.get(self.rows) or classes_of(W4a16Tilings.rows, self.rows)
 
     def _stage_bytes(self) -> int:
         return 2 * panel_bytes(self.format) + self.rows * 128 * self.x_bytes

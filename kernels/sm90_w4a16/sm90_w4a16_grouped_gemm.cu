@@ -48,9 +48,10 @@ __device__ __forceinline__ u32 times(u32 x, u32 by) {
 }
 // Bytes 0 and 2 of `word`, or 1 and 3, as bfloat16 scales: exponent and mantissa of NVFP4's, the exponent of MXFP4's.
 __device__ __forceinline__ u32 scales_of(u32 word, bool odd) {
-  if (!NVFP4) return (odd ? word >> 1 : word << 7) & 0x7F807F80;
-  u32 out;  // (x & mask) | exponent
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(odd ? word >> 4 : word << 4), "r"(0x0FF00FF0), "r"(0x70007000));
+  if (odd) word = __funnelshift_r(word, word, 8);
+  if (!NVFP4) return word & 0x7F807F80;
+  u32 out;  // (word & mask) | exponent
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(0x0FF00FF0), "r"(0x70007000));
   return out;
 }
 
@@ -74,10 +75,11 @@ struct Packed {
   // and the highest of its mantissa, stand for the code times 2 ** -126.
   template <int HIGH>
   __device__ __forceinline__ static void decode_16(u32 word, u32 by_low, u32 by_high, u32* a) {
+    const u32 turned = __funnelshift_r(word, word, 6);
     a[0] = times<HIGH>(word & 0x81C081C0, by_low);
-    a[1] = times<HIGH>(word * 8 & 0x81C081C0, by_high);
-    a[2] = times<HIGH>((word * 64 & 0x01C001C0) | (word * 4 & 0x80008000), by_low);
-    a[3] = times<HIGH>((word >> 3 & 0x01C001C0) | (word * 2 & 0x80008000), by_high);
+    a[1] = times<HIGH>(word * 64 & 0x81C081C0, by_high);
+    a[2] = times<HIGH>((word * 16 ^ word >> 4) & 0x81C081C0, by_low);
+    a[3] = times<HIGH>(turned & 0x81C081C0, by_high);
   }
   template <int HALF, int STEP>
   __device__ __forceinline__ u32& word() { return STEP == 0 ? codes[HALF].x : STEP == 1 ? codes[HALF].y : STEP == 2 ? codes[HALF].z : codes[HALF].w; }

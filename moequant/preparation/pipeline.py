@@ -207,7 +207,7 @@ def _write(
             for layer, (candidates, scheme) in layouts.items()
         }
     manifest = Manifest(
-        schema_version=6,
+        schema_version=7,
         moequant=__version__,
         target=target,
         originals=originals,

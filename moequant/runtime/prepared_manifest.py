@@ -136,7 +136,7 @@ class Manifest(_Strict):
         layers: by layer number.
     """
 
-    schema_version: Literal[6]
+    schema_version: Literal[7]
     moequant: _Name
     target: _Known
     originals: dict[str, Annotated[list[_Time], Field(min_length=2, max_length=2)]]

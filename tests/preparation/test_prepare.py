@@ -516,7 +516,7 @@ def test_a_layer_of_another_format_than_config_json_says_is_stale(own):
         load_experts(folder, 1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 6}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 7}', "\xff"])
 def test_a_manifest_that_is_not_ours_is_refused(own, text):
     path = own("mxfp4")
     folder = prepare(path, target="sm90").folder
@@ -529,7 +529,7 @@ def test_a_manifest_that_is_not_ours_is_refused(own, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema_version=5), r"schema_version: Input should be 6, but found 5;"),
+        (lambda m: m.update(schema_version=6), r"schema_version: Input should be 7, but found 6;"),
         (lambda m: m.pop("schema_version"), r"schema_version: Field required;"),
         (lambda m: m.update(layers={}), r"layers: .* at least 1 item"),
         (lambda m: m.update(originals={"a": []}), r"originals\.a: .* at least 2 items"),

@@ -36,13 +36,17 @@ def bfloat16(bits):
 
 def decode(word):
     """As the kernel: a word to four pairs of bfloat16, [..., 4, 2]."""
-    masked = [
-        word & 0x81C081C0,
-        word * 8 & 0x81C081C0,
-        word * 64 & 0x01C001C0 | word * 4 & 0x80008000,
-        word >> 3 & 0x01C001C0 | word * 2 & 0x80008000,
-    ]
+    pairs = [word, word << 6, word << 4 ^ word >> 4, word >> 6 | word << 26]
+    masked = [x & 0x81C081C0 for x in pairs]
     return torch.stack([torch.stack([bfloat16(x), bfloat16(x >> 16)], -1) for x in masked], -2)
+
+
+def decode_scale(format, word, group):
+    """As the kernel: the scale of one of a word's four groups."""
+    if group % 2 == 1:
+        word = word >> 8 | word << 24
+    word = word & 0x0FF00FF0 | 0x70007000 if format == "nvfp4" else word & 0x7F807F80
+    return bfloat16(word >> 16 * (group // 2))
 
 
 def read(format, packed, factor):
@@ -59,7 +63,8 @@ def read(format, packed, factor):
     words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).long() & 0xFFFFFFFF
     words = words.view(E, P, blocks, 2, 2, 128, 4)
     groups = (size - CODE_BYTES) // 128
-    bytes_of = packed[..., CODE_BYTES:].reshape(E, P, blocks, 32, 2, 2, groups).long()
+    scale_words = packed[..., CODE_BYTES:].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    scale_words = scale_words.view(E, P, blocks, 32, 2, 2, groups // 4)
     of_panel = torch.arange(P) * (rows // P)
     for thread in range(128):
         warp, f, quad = thread // 32, thread % 32 // 4, thread % 4
@@ -73,9 +78,10 @@ def read(format, packed, factor):
                         matrix, row = block, 16 * warp + f // 2 * 4 + half * 2 + f % 2
                     else:
                         matrix, row = 0, 32 * warp + f // 2 * 8 + block * 4 + half * 2 + f % 2
-                    byte = bytes_of[:, :, :, thread // 4, block, half, step * groups // 8]
-                    bits = byte * 16 + 0x7000 if format == "nvfp4" else byte * 128
-                    value = pairs[..., register, :] * bfloat16(bits)[..., None]
+                    of_word, group = divmod(step * groups // 8, 4)
+                    scale_word = scale_words[:, :, :, thread // 4, block, half, of_word]
+                    scale = decode_scale(format, scale_word, group)
+                    value = pairs[..., register, :] * scale[..., None]
                     exact = torch.equal(value.bfloat16().float().nan_to_num(), value.nan_to_num())
                     assert exact  # what the kernel rounds to
                     column = 16 * step + 8 * (register >> 1) + 2 * quad + torch.arange(2)
