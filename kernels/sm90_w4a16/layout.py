@@ -57,8 +57,10 @@ if TYPE_CHECKING:
 _UNIT = 128.0
 """What the kernel's product of an NVFP4 code and scale lacks: 2 ** 126 / 2 ** 119."""
 _BIAS = 22
-# Of (row f or f + 8, columns + 0 or + 8), the bits of the first column's code, the lowest first.
-# Those of the second lie 16 places on, and so do those of a whole word, which are counted mod 32.
+# By how much words of scales are rotated to the left, by groups of a block: NVFP4, MXFP4.
+_ROTATION = {PANEL_COLUMNS // 16: 4, PANEL_COLUMNS // 32: 7}
+# Of (row f or f + 8, columns + 0 or + 8), the places of the bits of the first column's code, the
+# lowest first. Those of the second column's code lie 16 further, modulo 32.
 _PLACES = {
     (0, 0): (6, 7, 8, 15),
     (1, 0): (0, 1, 2, 9),
@@ -120,14 +122,14 @@ def _prepare(
         byte = (253 + exponent - largest[:, None, None]).clamp(min=1)
         byte = _by_block(byte.masked_fill(nan, 255).to(torch.uint8), PANEL_COLUMNS // 32)
         qdata = qdata.masked_fill(_of_codes(byte == 255, 16), 0)
-        return qdata, _rotate(byte, 7), torch.exp2(largest.float() - 127)
+        return qdata, _rotate(byte), torch.exp2(largest.float() - 127)
     value = scale.float().abs()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
     byte, signs = (_by_block(x, PANEL_COLUMNS // 16) for x in (byte, (bits >> 7) * 0x88))
     qdata = (qdata ^ _of_codes(signs, 8)).masked_fill(_of_codes(byte == 0, 8), 0)
-    return qdata, _rotate(byte, 4), _factor(global_scale.float())
+    return qdata, _rotate(byte), _factor(global_scale.float())
 
 
 def _factor(global_scale: Tensor) -> Tensor:
@@ -154,8 +156,10 @@ def _by_block(byte: Tensor, groups: int) -> Tensor:
     return byte.view(*byte.shape[:-1], -1, groups)
 
 
-def _rotate(byte: Tensor, left: int) -> Tensor:
-    """Every four bytes of the last dimension as one word, rotated."""
+def _rotate(byte: Tensor, *, back: bool = False) -> Tensor:
+    """Scales [..., groups of a block] with each four as one word, rotated as in panels, or back."""
+    left = _ROTATION[byte.shape[-1]]
+    left = 32 - left if back else left
     word = byte.contiguous().view(torch.int32)
     word = word << left | word >> (32 - left) & ((1 << left) - 1)
     return word.view(torch.uint8)
@@ -164,7 +168,7 @@ def _rotate(byte: Tensor, left: int) -> Tensor:
 def _scales(byte: Tensor, factor: Tensor, K: int) -> tuple[Tensor, Tensor | None]:
     """Scales and global scale of a weight of K columns, from its bytes and its factor."""
     groups = byte.shape[-1]
-    byte = _rotate(byte, 32 - (7 if groups == PANEL_COLUMNS // 32 else 4))
+    byte = _rotate(byte, back=True)
     byte = byte.flatten(-2)[..., : groups * K // PANEL_COLUMNS].contiguous()
     if groups == PANEL_COLUMNS // 32:
         largest = torch.frexp(factor)[1] - 1 + 127
@@ -185,7 +189,7 @@ def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
         for bit, place in enumerate(places):
             word |= (x >> bit & 1) << place
             word |= (x >> (bit + 4) & 1) << (place + 16) % 32
-    # What the kernel's XOR adds to the third pair, from the highest bit down.
+    # What the kernel's XOR adds to the third pair, whose bits 3, 11, 19 and 27 form a chain.
     for mask in (1 << 19, 1 << 11, 0x00100018):
         word ^= word >> 8 & mask
     word ^= word << 8 & 0x04000400

@@ -46,7 +46,7 @@ __device__ __forceinline__ u32 times(u32 x, u32 by) {
         "mul.rn.bf16x2 %0, %1, twice;\n}" : "=r"(out) : "r"(x), "r"(by));
   return out;
 }
-// Bytes 0 and 2 of `word`, or 1 and 3, as bfloat16 scales: exponent and mantissa of NVFP4's, the exponent of MXFP4's.
+// Scales 0 and 2 of `word`, or 1 and 3, as bfloat16: exponent and mantissa of NVFP4's, the exponent of MXFP4's.
 __device__ __forceinline__ u32 scales_of(u32 word, bool odd) {
   if (odd) word = __funnelshift_r(word, word, 8);
   if (!NVFP4) return word & 0x7F807F80;
@@ -75,11 +75,10 @@ struct Packed {
   // and the highest of its mantissa, stand for the code times 2 ** -126.
   template <int HIGH>
   __device__ __forceinline__ static void decode_16(u32 word, u32 by_low, u32 by_high, u32* a) {
-    const u32 turned = __funnelshift_r(word, word, 6);
     a[0] = times<HIGH>(word & 0x81C081C0, by_low);
     a[1] = times<HIGH>(word * 64 & 0x81C081C0, by_high);
     a[2] = times<HIGH>((word * 16 ^ word >> 4) & 0x81C081C0, by_low);
-    a[3] = times<HIGH>(turned & 0x81C081C0, by_high);
+    a[3] = times<HIGH>(__funnelshift_r(word, word, 6) & 0x81C081C0, by_high);
   }
   template <int HALF, int STEP>
   __device__ __forceinline__ u32& word() { return STEP == 0 ? codes[HALF].x : STEP == 1 ? codes[HALF].y : STEP == 2 ? codes[HALF].z : codes[HALF].w; }
