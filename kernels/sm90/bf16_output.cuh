@@ -18,6 +18,12 @@ __device__ __forceinline__ int weight_row(int n, int block, int half) {
   const int f = (threadIdx.x & 31) / 4;
   return GATED ? block * N_OUT + n + f / 2 * 4 + half * 2 + (f & 1) : n + f / 2 * 8 + block * 4 + half * 2 + (f & 1);
 }
+// What `of_rows` [E, W_ROWS] has for such a row; 0 behind the last one, as of 16 or 32 columns not all may be there.
+__device__ __forceinline__ float of_weight_row(const float* of_rows, const Unit& unit, int n, int block, int half) {
+  const int row = weight_row(n, block, half);
+  const bool real = row < N_OUT + (GATED ? block * N_OUT : 0);
+  return real ? __ldg(of_rows + (long long)unit.expert * W_ROWS + row) : 0.f;
+}
 
 // The part of the output of a unit of at most N rows: sums times `scales`, bias, activation function.
 template <int N, class Scales>
@@ -30,9 +36,7 @@ __device__ __forceinline__ void finish(float (&sum)[2][N / 2], const Scales& sca
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      bias[b][half] = n < N_OUT ? __ldg(out.bias + (long long)unit.expert * W_ROWS + weight_row(n, b, half)) : 0.f;
-    }
+    for (int half = 0; half < 2; ++half) bias[b][half] = of_weight_row(out.bias, unit, n, b, half);
   }
 #endif
 #pragma unroll

@@ -74,9 +74,8 @@ struct RowScales {
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const long long at = PER_MATRIX ? (long long)unit.expert * (GATED ? 2 : 1) + (GATED ? b : 0)
-                                        : (long long)unit.expert * W_ROWS + weight_row(n, b, half);
-        of[b][half] = n < N_OUT ? __ldg(w_scale + at) : 0.f;
+        of[b][half] = PER_MATRIX ? __ldg(w_scale + unit.expert * (GATED ? 2 : 1) + (GATED ? b : 0))
+                                 : of_weight_row(w_scale, unit, n, b, half);
       }
     }
   }

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Of tiles of more than 64 rows, whose products take most of the time, in proportion to the rows.
-# Finer classes of 128 and 160 rows were faster, but a test with them accessed memory illegally, for
-# a reason that is not known. With many more classes, ptxas waits for each product.
+# With more classes than these, ptxas waits for each product.
 _CLASSES = {
     96: [48, 64, 80, 96],
-    128: [48, 96, 128],
-    160: [96, 160],
+    128: [48, 64, 80, 96, 112, 128],
+    160: [64, 96, 112, 128, 144, 160],
 }
 
 

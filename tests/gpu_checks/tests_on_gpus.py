@@ -60,6 +60,8 @@ def _sanitize(case, tool):
         limit_s=600,
         beside=4,
         needs=("sm90", "compute-sanitizer"),
+        # A tensor has memory of its own, so that memcheck sees what is read behind it.
+        environment=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
     )
 
 
