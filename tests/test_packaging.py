@@ -28,6 +28,7 @@ ORDER = [
     "errors",
     "act_fn",
     "cores",
+    "native_code",
     "kernels",
     "progress",
     "device",

@@ -19,6 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from moequant.kernels.sm90.panel_words import PanelWords
+
 PANEL_ROWS = 128
 PANEL_COLUMNS = 128
 CODE_BYTES = PANEL_ROWS * PANEL_COLUMNS // 2
@@ -36,15 +38,14 @@ def panels(n_out: int, *, gated: bool) -> int:
 def pack_panels(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
-    pack_codes: Callable[[Tensor, int], Tensor],
+    words: PanelWords,
 ) -> Tensor:
     """Codes and scales in panels, of one weight, or of gate and up together.
 
     Args:
         codes: of each weight, uint8 [E, N, blocks * 64] for blocks of 128 columns.
         scales: of each weight, [E, N, blocks, groups].
-        pack_codes: from codes [P, block, warp, a, half, b, blocks * 64] of P panels and the number
-            of blocks to uint8 [P, blocks, CODE_BYTES].
+        words: how codes lie in a panel.
 
     Returns:
         [E, panels, blocks, CODE_BYTES + PANEL_ROWS * groups * itemsize] uint8. The scales lie as
@@ -56,11 +57,10 @@ def pack_panels(
     packed = codes_by_row.new_empty(E, P, blocks, CODE_BYTES + scale_bytes)
     for some in _batches(packed):
         to = packed[some].flatten(0, 1)
-        to[..., :CODE_BYTES] = pack_codes(codes_by_row[some].flatten(0, 1), blocks)
+        words.pack(codes_by_row[some].flatten(0, 1).contiguous(), to)
         # From [P, block, warp, a, half, b, K / 128, group].
         scale = scales_by_row[some].flatten(0, 1).permute(0, 6, 2, 3, 5, 1, 4, 7)
-        scale = scale.reshape(len(to), blocks, -1)
-        to[..., CODE_BYTES:] = scale.view(torch.uint8)
+        to[..., CODE_BYTES:] = scale.reshape(len(to), blocks, -1).view(torch.uint8)
     return packed
 
 
@@ -78,7 +78,8 @@ def unpack_panels(
         packed: [E, panels, blocks, panel bytes] uint8.
         n_out: rows of the weight, or of gate and of up each.
         scale_dtype: dtype of the scales.
-        unpack_codes: the inverse of `pack_codes`.
+        unpack_codes: from uint8 [P, blocks, CODE_BYTES] of P panels to codes
+            [P, block, warp, a, half, b, blocks * 64], the inverse of `PanelWords.pack`.
         gated: whether the panels hold gate and up.
 
     Returns:

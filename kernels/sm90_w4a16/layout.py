@@ -34,12 +34,14 @@ permutations of bytes.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moequant.errors import DoesNotFitError
+from moequant.kernels.sm90.panel_words import PanelWords, every_byte, look_up
 from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
@@ -90,7 +92,7 @@ def pack(weights: Sequence[Weight]) -> tuple[Tensor, Tensor]:
     """
     prepared = [_prepare(*weight) for weight in weights]
     codes, scales, factors = zip(*prepared, strict=True)
-    return pack_panels(codes, scales, _pack_codes), torch.stack(factors, 1)
+    return pack_panels(codes, scales, _WORDS), torch.stack(factors, 1)
 
 
 def unpack(packed: Tensor, factor: Tensor, n_out: int, K: int) -> list[Weight]:
@@ -114,22 +116,45 @@ def _prepare(
     qdata: Tensor, scale: Tensor, global_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, and bytes of scales [E, N, blocks, groups], of whole blocks, and the factor [E]."""
-    qdata = whole_blocks(qdata, PANEL_COLUMNS // 2)
     bits = scale.view(torch.uint8)
+    codes = _by_group(qdata, bits.shape[-1])
     if global_scale is None:
         exponent, nan = bits.int(), bits == 255
         largest = exponent.masked_fill(nan, 0).flatten(1).amax(1)
         byte = (253 + exponent - largest[:, None, None]).clamp(min=1)
         byte = _by_block(byte.masked_fill(nan, 255).to(torch.uint8), PANEL_COLUMNS // 32)
-        qdata = qdata.masked_fill(_of_codes(byte == 255, 16), 0)
-        return qdata, _rotate(byte), torch.exp2(largest.float() - 127)
-    value = scale.float().abs()
+        codes = codes.masked_fill(nan[..., None], 0)
+        factor = torch.exp2(largest.float() - 127)
+    else:
+        byte, signs, kept = (look_up(table, bits) for table in _of_e4m3(bits.device))
+        byte = _by_block(byte, PANEL_COLUMNS // 16)
+        codes = (codes ^ signs[..., None]).bitwise_and_(kept[..., None])
+        factor = _factor(global_scale.float())
+    qdata = codes.flatten(-2).view(torch.uint8)
+    return whole_blocks(qdata, PANEL_COLUMNS // 2), _rotate(byte), factor
+
+
+def _by_group(qdata: Tensor, groups: int) -> Tensor:
+    """[E, N, K / 2] as int64 [E, N, groups, bytes of a group / 8]."""
+    if qdata.storage_offset() % 8:  # where no int64 can begin
+        qdata = qdata.clone()
+    return qdata.contiguous().view(torch.int64).view(*qdata.shape[:-1], groups, -1)
+
+
+@cache
+def _of_e4m3(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """By the bits of an NVFP4 scale: its byte in panels, and what its group's codes, int64, want.
+
+    They are XORed with the second, which has its sign, and masked by the third, 0 for a scale of 0.
+    """
+    bits = every_byte(device)
+    value = bits.to(torch.uint8).view(torch.float8_e4m3fn).float().abs()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
-    byte, signs = (_by_block(x, PANEL_COLUMNS // 16) for x in (byte, (bits >> 7) * 0x88))
-    qdata = (qdata ^ _of_codes(signs, 8)).masked_fill(_of_codes(byte == 0, 8), 0)
-    return qdata, _rotate(byte), _factor(global_scale.float())
+    every_sign = -0x7777_7777_7777_7778  # 0x8888_8888_8888_8888
+    signs = torch.where(bits < 128, 0, every_sign)
+    return byte, signs, torch.where(byte == 0, 0, -1)
 
 
 def _factor(global_scale: Tensor) -> Tensor:
@@ -143,11 +168,6 @@ def _factor(global_scale: Tensor) -> Tensor:
             "backend, such as triton"
         )
     return factor
-
-
-def _of_codes(of_group: Tensor, code_bytes: int) -> Tensor:
-    """[E, N, blocks, groups] as [E, N, K / 2], for each byte of a group's codes."""
-    return of_group.flatten(-2).repeat_interleave(code_bytes, -1)
 
 
 def _by_block(byte: Tensor, groups: int) -> Tensor:
@@ -179,30 +199,27 @@ def _scales(byte: Tensor, factor: Tensor, K: int) -> tuple[Tensor, Tensor | None
     return value.to(torch.float8_e4m3fn), factor / _UNIT
 
 
-def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
-    """[P, block, warp, a, half, b, K / 2] of an expert as [P, K / 128, CODE_BYTES]."""
-    # K / 2 as [K / 128, 64s, 16s, 8s, quad], a byte for the two codes of a pair.
-    parts = qdata.view(*qdata.shape[:-1], blocks, 2, 4, 2, 4).int()
-    word = torch.zeros_like(parts[:, :, :, :, 0, :, :, :, :, 0])
-    for (half, eight), places in _PLACES.items():
-        x = parts[:, :, :, :, half, :, :, :, :, eight]
-        for bit, place in enumerate(places):
-            word |= (x >> bit & 1) << place
-            word |= (x >> (bit + 4) & 1) << (place + 16) % 32
+def _bits(byte: Tensor, half: int, eight: int) -> Tensor:
+    """See `PanelWords.bits`."""
+    word = torch.zeros_like(byte)
+    for bit, place in enumerate(_PLACES[half, eight]):
+        word |= (byte >> bit & 1) << place
+        word |= (byte >> (bit + 4) & 1) << (place + 16) % 32
     # What the kernel's XOR adds to the third pair, whose bits 3, 11, 19 and 27 form a chain.
     for mask in (1 << 19, 1 << 11, 0x00100018):
         word ^= word >> 8 & mask
     word ^= word << 8 & 0x04000400
-    # [P, block, warp, a, b, K / 128, 64s, 16s, quad]
-    words = word.permute(0, 5, 1, 6, 2, 3, 4, 8, 7)
-    return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
+    return word
+
+
+_WORDS = PanelWords(bits=_bits, quad_stride=1)
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:
-    """The inverse of `_pack_codes`."""
+    """See `unpack_panels`."""
     P, blocks, _ = packed.shape
     words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 4)
-    words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 7)  # as in `_pack_codes`
+    words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 7)  # back from panels
     codes = packed.new_empty(P, 2, 4, 4, 2, 2, blocks, 2, 4, 2, 4)
     pairs = {
         (0, 0): words,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moequant.kernels.sm90.panel_words import PanelWords
 from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
@@ -43,7 +44,7 @@ def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
     """
     codes = [qdata for qdata, _ in weights.values()]
     scales = [scale[..., None] for _, scale in weights.values()]
-    return pack_panels(codes, scales, _pack_codes)
+    return pack_panels(codes, scales, _WORDS)
 
 
 def unpack(packed: Tensor, n_out: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
@@ -61,21 +62,21 @@ def unpack(packed: Tensor, n_out: int, *, gated: bool) -> list[tuple[Tensor, Ten
     return [(qdata, scale[..., 0]) for qdata, scale in weights]
 
 
-def _pack_codes(qdata: Tensor, blocks: int) -> Tensor:
-    """[P, block, warp, a, half, b, K / 2] of an expert as [P, K / 128, CODE_BYTES]."""
-    sign = qdata >> 3 & 0x11  # of both codes of a byte
-    codes = ((qdata & 0x77) ^ sign * 7) << 1 | sign
-    # K / 2 as [K / 128, 64s, 32s, 16s, quad, i / 2]
-    parts = codes.view(*qdata.shape[:-1], blocks, 2, 2, 2, 4, 2)
-    low, high = parts[:, :, :, :, 0], parts[:, :, :, :, 1]
-    packed = torch.stack([low & 0xF | high << 4, low >> 4 | high & 0xF0], -1)
-    # [P, block, warp, a, b, K / 128, 64s, 32s, 16s, quad], as i is the byte of a word
-    words = packed.flatten(-2).view(torch.int32)[..., 0].permute(0, 5, 1, 6, 2, 3, 4, 9, 7, 8)
-    return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
+def _bits(byte: Tensor, half: int, which: int) -> Tensor:
+    """See `PanelWords.bits`: of codes 2 * which and 2 * which + 1."""
+    word = torch.zeros_like(byte)
+    for i in range(2):
+        sign = byte >> (4 * i + 3) & 1
+        nibble = (byte >> 4 * i & 7 ^ sign * 7) << 1 | sign
+        word |= nibble << 8 * (2 * which + i) + 4 * half
+    return word
+
+
+_WORDS = PanelWords(bits=_bits, quad_stride=2)
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:
-    """The inverse of `_pack_codes`."""
+    """See `unpack_panels`."""
     P, blocks, _ = packed.shape
     words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 2, 2)
     words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 9, 7).contiguous()

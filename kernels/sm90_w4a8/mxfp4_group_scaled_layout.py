@@ -17,7 +17,7 @@ from moequant.kernels.sm90.panels import (
     unpack_panels,
     whole_blocks,
 )
-from moequant.kernels.sm90_w4a8.mxfp4_layout import pack_codes, unpack_codes
+from moequant.kernels.sm90_w4a8.mxfp4_layout import WORDS, unpack_codes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         codes.append(whole_blocks(qdata, PANEL_COLUMNS // 2))
         of_blocks = whole_blocks(scale.view(torch.uint8), _GROUPS)
         scales.append(of_blocks.view(E, N, codes[-1].shape[2] * 2 // PANEL_COLUMNS, _GROUPS))
-    return pack_panels(codes, scales, pack_codes)
+    return pack_panels(codes, scales, WORDS)
 
 
 def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from moequant.errors import DoesNotFitError
+from moequant.kernels.sm90.panel_words import PanelWords
 from moequant.kernels.sm90.panels import (
     CODE_BYTES,
     PANEL_COLUMNS,
@@ -64,7 +65,7 @@ def pack(weights: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
     for projection, (qdata, scale) in weights.items():
         codes.append(whole_blocks(qdata, PANEL_COLUMNS // 2))
         scales.append(_scale_words(codes[-1], scale, projection)[..., None])
-    return pack_panels(codes, scales, pack_codes)
+    return pack_panels(codes, scales, WORDS)
 
 
 def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Tensor, Tensor]]:
@@ -134,30 +135,20 @@ def _weight(qdata: Tensor, words: Tensor, K: int) -> tuple[Tensor, Tensor]:
     return qdata[..., : K // 2].contiguous(), scale
 
 
-def pack_codes(qdata: Tensor, blocks: int) -> Tensor:
-    """The codes of an expert in panels.
+def _bits(byte: Tensor, half: int, which: int) -> Tensor:
+    """See `PanelWords.bits`: of codes 2 * which and 2 * which + 1."""
+    word = (byte & 0x77) << 8 * which + 16 * half
+    for i in range(2):
+        word |= (byte >> (4 * i + 3) & 1) << 8 * (2 * which + i) + 7 - 4 * half
+    return word
 
-    Args:
-        qdata: uint8 [P, block, warp, a, half, b, K / 2], two codes a byte.
-        blocks: K / 128.
 
-    Returns:
-        uint8 [P, blocks, CODE_BYTES].
-    """
-    # K / 2 as [K / 128, 64s, 32s, 16s, quad, i / 2], whose two bytes are four codes of a row.
-    parts = qdata.view(*qdata.shape[:-1], blocks, 2, 2, 2, 4, 2).int()
-    low, high = ((x[..., 0] | x[..., 1] << 8) for x in (parts[:, :, :, :, 0], parts[:, :, :, :, 1]))
-    word = low & 0x7777 | (high & 0x7777) << 16
-    for i in range(4):
-        signs = (low >> (4 * i + 3) & 1) << (8 * i + 7) | (high >> (4 * i + 3) & 1) << (8 * i + 3)
-        word = word | signs
-    # [P, block, warp, a, b, K / 128, 64s, 32s, 16s, quad]
-    words = word.permute(0, 5, 1, 6, 2, 3, 4, 9, 7, 8)
-    return words.reshape(qdata.shape[0], blocks, -1).view(torch.uint8)
+WORDS = PanelWords(bits=_bits, quad_stride=2)
+"""The words of codes."""
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """The inverse of `pack_codes`, of uint8 [P, blocks, CODE_BYTES]."""
+    """See `unpack_panels`."""
     P, blocks, _ = packed.shape
     words = packed.contiguous().view(torch.int32).view(P, blocks, 2, 2, 4, 4, 2, 4, 2, 2)
     words = words.permute(0, 2, 4, 5, 6, 1, 3, 8, 9, 7)

@@ -16,7 +16,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
-from moequant.quantizers.base import Job, Quantizer, UnavailableError
+from moequant.native_code import UnavailableError
+from moequant.quantizers.base import Job, Quantizer
 from moequant.quantizers.native import NativeQuantizer
 
 if TYPE_CHECKING:

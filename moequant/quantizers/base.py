@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from moequant.formats.elements import Element
 
 
-class UnavailableError(Exception):
-    """A quantizer does not run on this machine; always caught, its message becomes a warning."""
-
-
 Allocator = Callable[..., Tensor]
 """Allocates results: called as `torch.empty(shape, dtype=dtype)`, returns uninitialized memory."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moequant.native_code.vectors import F64, I32, I64, Type
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
@@ -18,11 +19,10 @@ from moequant.quantizers.elements import (
     sign_bit,
 )
 from moequant.quantizers.operands import new_kernel
-from moequant.quantizers.vectors import F64, I32, I64, Type
 
 if TYPE_CHECKING:
+    from moequant.native_code.vectors import Function, Value
     from moequant.quantizers.elements import Minifloat
-    from moequant.quantizers.vectors import Function, Value
 
 MOST_COLUMNS = 64
 """Most columns of a block."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.formats.squares import CHUNK, LANES
+from moequant.native_code.vectors import F64, I32, I64, Type
 from moequant.quantizers.elements import group_sum, round_to_bfloat16
 from moequant.quantizers.operands import new_kernel
-from moequant.quantizers.vectors import F64, I32, I64, Type
 
 if TYPE_CHECKING:
+    from moequant.native_code.vectors import Function, Value
     from moequant.quantizers.elements import Source
-    from moequant.quantizers.vectors import Function, Value
 
 _STRIP = 64
 

@@ -21,13 +21,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from moequant.formats.elements import E2M1_FLOAT32_MAX
+from moequant.native_code.vectors import I64, Type
 from moequant.quantizers.elements import float_bits
-from moequant.quantizers.vectors import I64, Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moequant.quantizers.vectors import Function, Value
+    from moequant.native_code.vectors import Function, Value
 
 _EDGES = tuple((low + high) / 2 for low, high in pairwise((0, 0.5, 1, 1.5, 2, 3, 4, 6)))
 _ROW = 32

@@ -11,10 +11,10 @@ import math
 import struct
 from typing import TYPE_CHECKING
 
-from moequant.quantizers.vectors import Type
+from moequant.native_code.vectors import Type
 
 if TYPE_CHECKING:
-    from moequant.quantizers.vectors import Function, Value
+    from moequant.native_code.vectors import Function, Value
 
 _EXPONENT = 0xFF << 23
 _INT4_ROUNDER = 1.5 * 2.0**23

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.formats import get_format
-from moequant.quantizers.base import UnavailableError
+from moequant.native_code import UnavailableError
+from moequant.native_code.vectors import Type
 from moequant.quantizers.elements import (
     Source,
     decode_e2m1,
@@ -22,12 +23,11 @@ from moequant.quantizers.elements import (
     widen_bfloat16,
 )
 from moequant.quantizers.operands import LEAST_RUN
-from moequant.quantizers.vectors import Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moequant.quantizers.vectors import Function, Value
+    from moequant.native_code.vectors import Function, Value
 
 
 _SCALES: dict[torch.dtype, tuple[str, Callable[[Value], Value]]] = {

@@ -43,8 +43,9 @@ from moequant.formats.w4a8 import (
     TABLE_HEADROOM,
     WEIGHTED_FACTORS,
 )
+from moequant.native_code import UnavailableError
+from moequant.native_code.vectors import F32, I32, I64, Type
 from moequant.quantizers import e2m1
-from moequant.quantizers.base import UnavailableError
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
@@ -61,7 +62,6 @@ from moequant.quantizers.elements import (
     widen_bfloat16,
 )
 from moequant.quantizers.operands import new_kernel
-from moequant.quantizers.vectors import F32, I32, I64, Type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.formats import Format
+    from moequant.native_code.vectors import Function, Value
     from moequant.quantizers.elements import Source
-    from moequant.quantizers.vectors import Function, Value
 
     _Kernel = Callable[[Format, Source, Mapping[str, str]], Function]
 

@@ -12,8 +12,9 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, dtype_text, get_format
 from moequant.formats.base import SOURCE_DTYPES, check_values
-from moequant.quantizers import column_kernel, decoding, jit
-from moequant.quantizers.base import Quantizer, Stored, UnavailableError
+from moequant.native_code import UnavailableError, jit
+from moequant.quantizers import column_kernel, decoding
+from moequant.quantizers.base import Quantizer, Stored
 from moequant.quantizers.elements import Source, float_bits
 from moequant.quantizers.encoded import Encoded
 from moequant.quantizers.kernels import (
@@ -65,9 +66,9 @@ class NativeQuantizer(Quantizer):
     def __init__(self) -> None:
         self._processor = jit.processor()
         self._kernels: dict[_Key, _Kernels] = {}
-        self._decoders: dict[tuple[str, torch.dtype], jit.Kernel] = {}
-        self._comparers: dict[tuple[Stored, Stored], jit.Kernel] = {}
-        self._column_kernels: dict[str, jit.Kernel] = {}
+        self._decoders: dict[tuple[str, torch.dtype], jit.Compiled] = {}
+        self._comparers: dict[tuple[Stored, Stored], jit.Compiled] = {}
+        self._column_kernels: dict[str, jit.Compiled] = {}
         self._compiling = threading.Lock()
         self._likely: _LikelyScales = {}
 
@@ -85,8 +86,7 @@ class NativeQuantizer(Quantizer):
         """As Quantizer; as `prepare`."""
         if (stored, dtype) in self._decoders:
             return
-        text = decoding.decode(_source(stored, "w_"), dtype_text(dtype)).text()
-        kernel = jit.compile_kernel(text)
+        kernel = jit.compile_function(decoding.decode(_source(stored, "w_"), dtype_text(dtype)))
         run = partial(_decode, kernel, dtype=dtype, empty=torch.empty)
         check_decoding(stored, dtype, run, self._processor)
         self._decoders[stored, dtype] = kernel
@@ -96,7 +96,7 @@ class NativeQuantizer(Quantizer):
         if (before, after) in self._comparers:
             return
         function = decoding.compare(_source(before, "w_"), _source(after))
-        kernel = jit.compile_kernel(function.text())
+        kernel = jit.compile_function(function)
         check_sums(before, after, partial(_compare, kernel), self._processor)
         self._comparers[before, after] = kernel
 
@@ -112,8 +112,8 @@ class NativeQuantizer(Quantizer):
         source = _source(stored, "w_")
         made = _Kernels(
             source=source,
-            amax=jit.compile_kernel(amax(source).text()),
-            quantize=jit.compile_kernel(quantizing_kernel(format, source, options).text()),
+            amax=jit.compile_function(amax(source)),
+            quantize=jit.compile_function(quantizing_kernel(format, source, options)),
         )
 
         def run(w: StoredWeight, importance: Tensor | None) -> QuantizedWeight:
@@ -166,11 +166,11 @@ class NativeQuantizer(Quantizer):
             codes.data_ptr(), errors.data_ptr(), 0, 0.0, feedback.data_ptr(), 0,
         )  # fmt: skip
 
-    def _column_kernel(self, element: str) -> jit.Kernel:
+    def _column_kernel(self, element: str) -> jit.Compiled:
         with self._compiling:
             if element not in self._column_kernels:
-                text = column_kernel.round_columns(element).text()
-                self._column_kernels[element] = jit.compile_kernel(text)
+                function = column_kernel.round_columns(element)
+                self._column_kernels[element] = jit.compile_function(function)
             return self._column_kernels[element]
 
     def decode(
@@ -201,8 +201,8 @@ class _Kernels:
     """Kernels for one format, its options and one way of storing weights."""
 
     source: Source
-    amax: jit.Kernel
-    quantize: jit.Kernel
+    amax: jit.Compiled
+    quantize: jit.Compiled
 
 
 class _Task:
@@ -326,7 +326,7 @@ def _global_scale(format: Format, options: tuple[tuple[str, str], ...], largest:
 
 
 def _decode(
-    kernel: jit.Kernel, q: QuantizedWeight, dtype: torch.dtype, empty: Allocator
+    kernel: jit.Compiled, q: QuantizedWeight, dtype: torch.dtype, empty: Allocator
 ) -> tuple[Tensor, bool]:
     """The decoded numbers of `q`, and whether all are finite."""
     numbers, operand = empty(q.shape, dtype=dtype), operand_of(q)
@@ -334,7 +334,9 @@ def _decode(
     return numbers, bits < _ROUNDS_TO_INF[dtype]
 
 
-def _compare(kernel: jit.Kernel, before: StoredWeight, after: StoredWeight) -> tuple[float, float]:
+def _compare(
+    kernel: jit.Compiled, before: StoredWeight, after: StoredWeight
+) -> tuple[float, float]:
     assert before.shape == after.shape, (before.shape, after.shape)
     one, other = operand_of(before), operand_of(after)
     sums = torch.empty(2, dtype=torch.float64)

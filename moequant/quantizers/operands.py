@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moequant.formats import QuantizedWeight, get_format
 from moequant.formats.blocks import expand_blocks
-from moequant.quantizers.vectors import F32, I32, I64, PTR, Function
+from moequant.native_code.vectors import F32, I32, I64, PTR, Function
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import torch
 
 from moequant.formats import QuantizedWeight, dequantize, get_format, signal_and_noise
 from moequant.formats.base import WEIGHTED
-from moequant.quantizers.base import UnavailableError
+from moequant.native_code import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

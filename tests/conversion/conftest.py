@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moequant.native_code import UnavailableError
 from moequant.quantizers import NativeQuantizer
-from moequant.quantizers.base import UnavailableError
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def no_kernels(monkeypatch):
     def refuse(text):
         raise UnavailableError("no LLVM on this machine")
 
-    monkeypatch.setattr("moequant.quantizers.jit.compile_kernel", refuse)
+    monkeypatch.setattr("moequant.native_code.jit.compile_function", refuse)
     monkeypatch.setattr("moequant.quantizers._native", NativeQuantizer)
 
 

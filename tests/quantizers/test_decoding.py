@@ -19,6 +19,7 @@ from moequant.formats import (
     quantize,
     signal_and_noise,
 )
+from moequant.native_code import jit
 from moequant.quantizers import (
     NativeQuantizer,
     Quantizer,
@@ -26,7 +27,6 @@ from moequant.quantizers import (
     decoding,
     elements,
     encoded,
-    jit,
     native,
 )
 from moequant.quantizers.encoded import Encoded

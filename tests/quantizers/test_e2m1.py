@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moequant.formats.elements import E2M1_FLOAT32_MAX, encode_e2m1, pack_nibbles
-from moequant.quantizers import jit
+from moequant.native_code import jit
+from moequant.native_code.vectors import I32
 from moequant.quantizers.e2m1 import BLOCK, encode_bfloat16
 from moequant.quantizers.operands import Operand, new_kernel, operand_of
-from moequant.quantizers.vectors import I32
 
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 # Block scale times global scale: what a code of value 1 represents.
@@ -31,7 +31,7 @@ def compiled(group):
     blocks = f.parameter("rows") // (BLOCK // group)
     encode_bfloat16(f, blocks, group=group, scales=lambda bits: (bits, scale))
     f.give(f.constant(I32, 0))
-    return jit.compile_kernel(f.text())
+    return jit.compile_function(f)
 
 
 @pytest.mark.parametrize("group", [16, 32])

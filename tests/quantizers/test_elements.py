@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moequant.formats import elements as reference
-from moequant.quantizers import jit
+from moequant.native_code import jit
+from moequant.native_code.vectors import I32, I64
 from moequant.quantizers.elements import (
     E2M1,
     E4M3,
@@ -24,7 +25,6 @@ from moequant.quantizers.elements import (
     widen_bfloat16,
 )
 from moequant.quantizers.operands import Operand, new_kernel, operand_of
-from moequant.quantizers.vectors import I32, I64
 
 LANES = 16
 
@@ -37,7 +37,7 @@ def compiled(compute):
         x = source.float(source.load(f, f.parameter("w"), at, LANES))
         f.store(compute(x).bitcast("i32"), f.parameter("qdata"), at)
     f.give(f.constant(I32, 0))
-    kernel = jit.compile_kernel(f.text())
+    kernel = jit.compile_function(f)
 
     def run(x):
         found = torch.empty(len(x), dtype=torch.int32)
@@ -121,7 +121,7 @@ def test_tops_begin_with_the_sign(dtype):
     f.store(tops, f.parameter("qdata"), f.constant(I64, 0))
     f.give(f.constant(I32, 0))
     found = torch.empty(LANES, dtype=torch.int16)
-    jit.compile_kernel(f.text())(
+    jit.compile_function(f)(
         *operand_of(w).arguments(), 16, 1, *Operand(data=found).arguments(), 0, 0
     )
     assert torch.equal(found < 0, w.signbit())
@@ -139,7 +139,7 @@ def test_pairs_are_the_weights_of_even_and_of_odd_index(dtype):
     w = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     even, odd = torch.empty(32), torch.empty(32)
     result = Operand(data=even, scale=odd)
-    jit.compile_kernel(f.text())(*operand_of(w).arguments(), 64, 1, *result.arguments(), 0, 0)
+    jit.compile_function(f)(*operand_of(w).arguments(), 64, 1, *result.arguments(), 0, 0)
     assert torch.equal(torch.stack([even, odd], 1).flatten(), w.float())
 
 

@@ -11,11 +11,11 @@ import torch
 
 from moequant.errors import MoequantError, NonFiniteError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dtype_text
+from moequant.native_code import jit
 from moequant.quantizers import (
     NativeQuantizer,
     Quantizer,
     choose_quantizer,
-    jit,
     kernels,
     native,
 )

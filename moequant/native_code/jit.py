@@ -1,6 +1,6 @@
 """Compile functions for this processor with LLVM, in this process.
 
-The only module that imports llvmlite. Compiling takes 20 to 100 ms per kernel, so there is no cache
+The only module that imports llvmlite. Compiling a function takes 20 to 100 ms, so there is no cache
 on disk.
 """
 
@@ -11,17 +11,22 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moequant.quantizers.base import UnavailableError
-from moequant.quantizers.operands import PARAMETERS
-from moequant.quantizers.vectors import F32, I64, PTR
+from moequant.native_code import UnavailableError
+from moequant.native_code.vectors import F32, I32, I64, PTR
 
-Kernel = Callable[..., int]
+if TYPE_CHECKING:
+    from moequant.native_code.vectors import Function
 
-_C_TYPES = {PTR: ctypes.c_void_p, I64: ctypes.c_int64, F32: ctypes.c_float}
-# ctypes releases the GIL while a function runs.
-_SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_uint32, *map(_C_TYPES.__getitem__, PARAMETERS.values()))
+Compiled = Callable[..., int]
+
+_C_TYPES = {
+    PTR: ctypes.c_void_p,
+    I32: ctypes.c_uint32,
+    I64: ctypes.c_int64,
+    F32: ctypes.c_float,
+}
 
 
 def processor() -> str:
@@ -45,7 +50,7 @@ def processor() -> str:
 def _check_rights() -> None:
     """Check that written memory may be made executable, which hardened systems forbid.
 
-    LLVM does not check this, and calling a kernel would crash the process.
+    LLVM does not check this, and calling a function would crash the process.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -58,8 +63,10 @@ def _check_rights() -> None:
         )
 
 
-def compile_kernel(text: str) -> Kernel:
-    """Compile the function `kernel` of the LLVM IR `text`.
+def compile_function(function: Function) -> Compiled:
+    """Compile a function, to be called with numbers, and addresses for pointers.
+
+    The GIL is released while it runs.
 
     Raises:
         UnavailableError: LLVM cannot compile it on this machine.
@@ -68,7 +75,7 @@ def compile_kernel(text: str) -> Kernel:
 
     try:
         machine = _machine()
-        module = binding.parse_assembly(text)
+        module = binding.parse_assembly(function.text())
         module.triple = machine.triple
         module.data_layout = str(machine.target_data)
         module.verify()
@@ -80,9 +87,12 @@ def compile_kernel(text: str) -> Kernel:
         engine.finalize_object()
     except (OSError, RuntimeError) as error:
         raise UnavailableError(f"LLVM does not compile here: {error}") from error
-    kernel = _SIGNATURE(engine.get_function_address("kernel"))
-    kernel.engine = engine  # type: ignore[attr-defined]  # which owns the code
-    return kernel
+    types = (function.result, *function.parameters.values())
+    # ctypes releases the GIL.
+    signature = ctypes.CFUNCTYPE(*(_C_TYPES[type] for type in types))
+    compiled = signature(engine.get_function_address(function.name))
+    compiled.engine = engine  # type: ignore[attr-defined]  # which owns the code
+    return compiled
 
 
 def _machine() -> Any:

@@ -222,9 +222,9 @@ class Function:
     """
 
     def __init__(self, name: str, parameters: Mapping[str, Type], result: Type) -> None:
-        self._name = name
-        self._result = result
-        self._parameters = dict(parameters)
+        self.name = name
+        self.result = result
+        self.parameters = dict(parameters)
         self._variables: list[str] = []
         self._lines: list[str] = []
         self._declared: dict[str, str] = {}
@@ -232,7 +232,7 @@ class Function:
 
     def parameter(self, name: str) -> Value:
         """The parameter of that name."""
-        return Value(self, self._parameters[name], f"%{name}")
+        return Value(self, self.parameters[name], f"%{name}")
 
     def emit(self, type: Type, instruction: str) -> Value:
         """Write an instruction; its result."""
@@ -327,9 +327,9 @@ class Function:
         """The function as LLVM IR."""
         parameters = ", ".join(
             f"{type} noalias %{name}" if type == PTR else f"{type} %{name}"
-            for name, type in self._parameters.items()
+            for name, type in self.parameters.items()
         )
-        head = f"define {self._result} @{self._name}({parameters}) nounwind {{"
+        head = f"define {self.result} @{self.name}({parameters}) nounwind {{"
         lines = [head, "entry:", *self._variables, *self._lines, "}", *self._declared.values()]
         return "\n".join(lines) + "\n"
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from moequant.formats import CONVERTIBLE
-from moequant.quantizers import jit
+from moequant.native_code import jit
+from moequant.native_code.vectors import F32, F64, I32, I64, Type
 from moequant.quantizers.elements import Source
 from moequant.quantizers.encoded import Encoded
 from moequant.quantizers.kernels import amax, quantizing_kernel
 from moequant.quantizers.operands import new_kernel, operand_of
-from moequant.quantizers.vectors import F32, F64, I32, I64, Type
 
 
 @pytest.mark.parametrize("stored", [Source("bfloat16"), Encoded("nvfp4", "w_")])
@@ -46,7 +46,7 @@ def test_doubles_hold_squares_of_floats():
     f.store(f.constant(F64, 0.1), f.parameter("scratch"), f.constant(I64, 1))
     f.give(f.constant(I32, 0))
     found = torch.empty(2, dtype=torch.float64)
-    jit.compile_kernel(f.text())(*NONE, 0, 0, *NONE, found.data_ptr(), 0)
+    jit.compile_function(f)(*NONE, 0, 0, *NONE, found.data_ptr(), 0)
     assert found.tolist() == [torch.tensor(3e38).double().item() ** 2, 0.1]
 
 
@@ -59,7 +59,7 @@ def test_strips_cover_every_number_once(count):
             f.store(f.load(Type("i32", lanes), seen, at) + 1, seen, at)
     f.give(f.constant(I32, 0))
     times = torch.zeros(count + 8, dtype=torch.int32)
-    jit.compile_kernel(f.text())(*NONE, count, 1, times.data_ptr(), *NONE[1:], 0, 0)
+    jit.compile_function(f)(*NONE, count, 1, times.data_ptr(), *NONE[1:], 0, 0)
     assert times.tolist() == [1] * count + [0] * 8
 
 
@@ -67,7 +67,7 @@ def test_strips_cover_every_number_once(count):
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 300])
 def test_amax_is_the_largest_magnitude(dtype, count):
     w = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    kernel = jit.compile_kernel(amax(Source(dtype)).text())
+    kernel = jit.compile_function(amax(Source(dtype)))
     bits = kernel(*operand_of(w).arguments(), count, 1, *NONE, 0, 0)
     as_integer = torch.int32 if dtype == "float32" else torch.int16
     largest = torch.tensor([bits], dtype=as_integer).view(w.dtype).item()
@@ -80,7 +80,7 @@ def test_numbers_are_stored_as_they_are():
         f.store(f.constant(F32, number), f.parameter("qdata"), f.constant(I64, place))
     f.give(f.constant(I32, 7))
     found = torch.empty(4)
-    assert jit.compile_kernel(f.text())(*NONE, 0, 0, found.data_ptr(), *NONE[1:], 0, 0) == 7
+    assert jit.compile_function(f)(*NONE, 0, 0, found.data_ptr(), *NONE[1:], 0, 0) == 7
     wanted = torch.tensor([0.1, -0.0, 2.0**-149, float("inf")])
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
@@ -91,5 +91,5 @@ def test_prefetching_changes_nothing_also_where_there_is_no_memory():
         f.prefetch(f.parameter("qdata"), f.constant(I64, place), "float")
     f.give(f.constant(I32, 7))
     numbers = torch.arange(4.0)
-    assert jit.compile_kernel(f.text())(*NONE, 0, 0, numbers.data_ptr(), *NONE[1:], 0, 0) == 7
+    assert jit.compile_function(f)(*NONE, 0, 0, numbers.data_ptr(), *NONE[1:], 0, 0) == 7
     assert numbers.tolist() == [0, 1, 2, 3]
