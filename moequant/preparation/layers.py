@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
-from contextlib import suppress
+from concurrent.futures import wait
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,7 +30,15 @@ from moequant.storage.reader import FixedFile
 from moequant.storage.writer import ShardWriter, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from concurrent.futures import Executor, Future
     from pathlib import Path
 
@@ -42,7 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _AHEAD = 8
-"""Experts that are packed before they are written."""
+"""Experts that are packed and written before the digest of their portable weights has them."""
 
 
 def layouts_of_layer(
@@ -179,7 +189,6 @@ def packed_experts(
     layer: int,
     layout: Layout,
     digest: hashlib._Hash,
-    pool: Executor | None = None,
     *,
     static: bool,
 ) -> Iterator[dict[str, Tensor]]:
@@ -192,7 +201,6 @@ def packed_experts(
         layer: which.
         layout: how they are packed.
         digest: see above.
-        pool: threads that read and pack, each an expert; by default the caller's.
         static: whether static scales of activations are among the tensors.
 
     Raises:
@@ -200,27 +208,44 @@ def packed_experts(
         DoesNotFitError: the layout does not hold the values of a weight.
         UnsupportedError: it does not hold such weights.
     """
-    moe = converted.moe
-    biases = converted.read_biases(layer) or {}
-    act_fn = act_fn_of(converted, layer)
-    scales = converted.read_input_scales(layer, range(moe.experts)) if static else {}
-    add_of_layer(digest, biases)
-    add_of_layer(digest, scales)
-    of_experts = {**{f"{p}_bias": bias for p, bias in biases.items()}, **scales}
-
-    def packed(expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:
-        weights = {p: converted.read_expert(layer, expert, p) for p in moe.projections}
-        one = {p: stack([q]) for p, q in weights.items()}
-        rows = {name: tensor[expert : expert + 1] for name, tensor in of_experts.items()}
-        return weights.values(), layout.pack(ExpertWeights.of(one, act_fn, **rows))
-
-    experts = range(moe.experts)
-    for weights, tensors in map(packed, experts) if pool is None else _ahead(pool, packed, experts):
+    experts = _Experts(converted, layer, layout, static=static)
+    experts.add_shared(digest)
+    for expert in range(experts.count):
+        weights, tensors = experts.pack(expert)
         add_originals(digest, weights)
         yield tensors
 
 
-def _ahead(pool: Executor, work: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
+class _Experts:
+    """The experts of a layer, to be packed by several threads; see `packed_experts`."""
+
+    def __init__(
+        self, converted: ConvertedCheckpoint, layer: int, layout: Layout, *, static: bool
+    ) -> None:
+        self._converted, self._layer, self._layout = converted, layer, layout
+        self.count = converted.moe.experts
+        self._act_fn = act_fn_of(converted, layer)
+        self._biases = converted.read_biases(layer) or {}
+        self._scales = converted.read_input_scales(layer, range(self.count)) if static else {}
+
+    def add_shared(self, digest: hashlib._Hash) -> None:
+        """Add what tensors of all experts hold, before the weights are added."""
+        add_of_layer(digest, self._biases)
+        add_of_layer(digest, self._scales)
+
+    def pack(self, expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:
+        """The portable weights of an expert, and its tensors."""
+        projections = self._converted.moe.projections
+        weights = {p: self._converted.read_expert(self._layer, expert, p) for p in projections}
+        one = {p: stack([q]) for p, q in weights.items()}
+        of_experts = {**{f"{p}_bias": bias for p, bias in self._biases.items()}, **self._scales}
+        rows = {name: tensor[expert : expert + 1] for name, tensor in of_experts.items()}
+        return weights.values(), self._layout.pack(ExpertWeights.of(one, self._act_fn, **rows))
+
+
+def _ahead(
+    pool: Executor, work: Callable[[int], T], items: Iterable[int]
+) -> Generator[T, None, None]:
     """What `work` makes of each item, in order; a few are made ahead, so that few are held."""
     pending: deque[Future[T]] = deque()
     try:
@@ -233,6 +258,7 @@ def _ahead(pool: Executor, work: Callable[[int], T], items: Iterable[int]) -> It
     finally:
         for future in pending:
             future.cancel()
+        wait(pending)  # what they write to may be closed now
 
 
 def write_layer(
@@ -290,26 +316,24 @@ def _write_as(
     path = folder / layer_file(layer)
     where = converted.moe.whereabouts(layer)
     digest = hashlib.sha256()
-    writer: ShardWriter | None = None
     packed_bytes = 0
+    experts = _Experts(converted, layer, layout, static=activations in STATIC_SCHEMES)
+    file = _LayerFile(path, layer, experts.count)
+
+    def write(expert: int) -> tuple[Collection[QuantizedWeight], int]:
+        weights, tensors = experts.pack(expert)
+        return weights, file.write(expert, tensors)
+
     try:
-        packed = packed_experts(
-            converted, layer, layout, digest, pool, static=activations in STATIC_SCHEMES
-        )
-        for expert, tensors in enumerate(packed):
-            named = {f"layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
-            if writer is None:
-                writer = _open_writer(path, named, converted.moe.experts)
-            for name, tensor in named.items():
-                writer.write_bytes(name, expert * tensor.nbytes, tensor_bytes(tensor.contiguous()))
-            of_expert = sum(t.nbytes for t in named.values())
-            packed_bytes += of_expert
-            progress.advance(of_expert, where)
-        assert writer is not None, "a layer has experts"
-        size, sha256 = writer.finish()
+        experts.add_shared(digest)
+        with closing(_ahead(pool, write, range(experts.count))) as written:
+            for weights, of_expert in written:
+                add_originals(digest, weights)
+                packed_bytes += of_expert
+                progress.advance(of_expert, where)
+        size, sha256 = file.finish()
     except BaseException as error:
-        if writer is not None:
-            writer.abort()
+        file.abort()
         if isinstance(error, DoesNotFitError):
             progress.advance(-packed_bytes, where)
         raise
@@ -328,9 +352,50 @@ def _write_as(
     )
 
 
-def _open_writer(path: Path, tensors: Mapping[str, Tensor], experts: int) -> ShardWriter:
-    """A file for `experts` times the tensors of one expert."""
-    header, slots = lay_out(
-        [(name, dtype_name(t.dtype), (experts, *t.shape[1:])) for name, t in tensors.items()]
-    )
-    return ShardWriter(path, header, slots)
+class _LayerFile:
+    """The file of a layer, which several threads write.
+
+    Args:
+        path: where it is.
+        layer: whose tensors they are.
+        experts: how many.
+    """
+
+    def __init__(self, path: Path, layer: int, experts: int) -> None:
+        self._path, self._layer, self._experts = path, layer, experts
+        self._writer: ShardWriter | None = None
+        self._opening = threading.Lock()
+
+    def write(self, expert: int, tensors: Mapping[str, Tensor]) -> int:
+        """Write the tensors of an expert, [1, ...]; returns their bytes."""
+        named = {f"layers.{self._layer}.{name}": tensor for name, tensor in tensors.items()}
+        with self._opening:
+            if self._writer is None:
+                self._writer = self._open(named)
+        for name, tensor in named.items():
+            contents = tensor_bytes(tensor.contiguous())
+            self._writer.write_bytes(name, expert * tensor.nbytes, contents)
+        size_bytes = sum(tensor.nbytes for tensor in named.values())
+        # One thread digests while others pack, but no more than keeps up.
+        self._writer.digest(2 * size_bytes)
+        return size_bytes
+
+    def finish(self) -> tuple[int, str]:
+        """As `ShardWriter.finish`."""
+        assert self._writer is not None, "a layer has experts"
+        return self._writer.finish()
+
+    def abort(self) -> None:
+        """Leave no file."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _open(self, tensors: Mapping[str, Tensor]) -> ShardWriter:
+        """A file for as many experts, each with such tensors."""
+        header, slots = lay_out(
+            [
+                (name, dtype_name(t.dtype), (self._experts, *t.shape[1:]))
+                for name, t in tensors.items()
+            ]
+        )
+        return ShardWriter(self._path, header, slots)
