@@ -18,7 +18,7 @@ __device__ __forceinline__ int weight_row(int n, int block, int half) {
   const int f = (threadIdx.x & 31) / 4;
   return GATED ? block * N_OUT + n + f / 2 * 4 + half * 2 + (f & 1) : n + f / 2 * 8 + block * 4 + half * 2 + (f & 1);
 }
-// What `of_rows` [E, W_ROWS] has for such a row; 0 behind the last one, as of 16 or 32 columns not all may be there.
+// The value of `of_rows` [E, W_ROWS] for such a row; 0 behind the last row: a warp's columns may reach beyond N_OUT.
 __device__ __forceinline__ float of_weight_row(const float* of_rows, const Unit& unit, int n, int block, int half) {
   const int row = weight_row(n, block, half);
   const bool real = row < N_OUT + (GATED ? block * N_OUT : 0);

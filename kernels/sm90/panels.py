@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moequant.kernels.sm90.panel_words import CODE_BYTES, PANEL_COLUMNS, PANEL_ROWS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from moequant.kernels.sm90.panel_words import PanelWords
 
-PANEL_ROWS = 128
-PANEL_COLUMNS = 128
-CODE_BYTES = PANEL_ROWS * PANEL_COLUMNS // 2
 _BATCH_BYTES = {"cpu": 0, "cuda": 16 << 20}
 """Of panels that are made at once, at least those of an expert. What is made on the way is several
 times as large, and a CPU's caches should hold it; a GPU does small tensors faster than the host can

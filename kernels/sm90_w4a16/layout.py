@@ -41,15 +41,15 @@ import torch
 from torch import Tensor
 
 from moequant.errors import DoesNotFitError
-from moequant.kernels.sm90.panel_words import PanelWords, every_byte, look_up
-from moequant.kernels.sm90.panels import (
+from moequant.kernels.sm90.panel_words import (
     CODE_BYTES,
     PANEL_COLUMNS,
     PANEL_ROWS,
-    pack_panels,
-    unpack_panels,
-    whole_blocks,
+    PanelWords,
+    every_byte,
+    look_up,
 )
+from moequant.kernels.sm90.panels import pack_panels, unpack_panels, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,8 @@ def _by_group(qdata: Tensor, groups: int) -> Tensor:
     """[E, N, K / 2] as int64 [E, N, groups, bytes of a group / 8]."""
     if qdata.storage_offset() % 8:  # where no int64 can begin
         qdata = qdata.clone()
-    return qdata.contiguous().view(torch.int64).view(*qdata.shape[:-1], groups, -1)
+    numbers = qdata.contiguous().view(-1).view(torch.int64)
+    return numbers.view(*qdata.shape[:-1], groups, qdata.shape[-1] // (8 * groups))
 
 
 @cache
@@ -147,14 +148,15 @@ def _of_e4m3(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
     They are XORed with the second, which has its sign, and masked by the third, 0 for a scale of 0.
     """
-    bits = every_byte(device)
+    bits = every_byte()
     value = bits.to(torch.uint8).view(torch.float8_e4m3fn).float().abs()
     mantissa, exponent = torch.frexp(value)  # 0.5 to 1
     byte = (exponent - 1 + _BIAS) * 8 + (mantissa * 16 - 8).int()
     byte = torch.where(value == 0, 0, torch.where(value.isnan(), 255, byte)).to(torch.uint8)
     every_sign = -0x7777_7777_7777_7778  # 0x8888_8888_8888_8888
     signs = torch.where(bits < 128, 0, every_sign)
-    return byte, signs, torch.where(byte == 0, 0, -1)
+    kept = torch.where(byte == 0, 0, -1)
+    return byte.to(device), signs.to(device), kept.to(device)  # copied, as `_tabulate` does
 
 
 def _factor(global_scale: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ def _factor(global_scale: Tensor) -> Tensor:
 def _by_block(byte: Tensor, groups: int) -> Tensor:
     """[E, N, K / group] as [E, N, blocks, groups]."""
     byte = whole_blocks(byte, groups)
-    return byte.view(*byte.shape[:-1], -1, groups)
+    return byte.view(*byte.shape[:-1], byte.shape[-1] // groups, groups)
 
 
 def _rotate(byte: Tensor, *, back: bool = False) -> Tensor:

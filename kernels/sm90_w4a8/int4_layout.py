@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moequant.kernels.sm90.panel_words import PanelWords
-from moequant.kernels.sm90.panels import (
-    CODE_BYTES,
-    PANEL_COLUMNS,
-    PANEL_ROWS,
-    pack_panels,
-    unpack_panels,
-)
+from moequant.kernels.sm90.panel_words import CODE_BYTES, PANEL_COLUMNS, PANEL_ROWS, PanelWords
+from moequant.kernels.sm90.panels import pack_panels, unpack_panels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.sm90.panels import (
-    PANEL_COLUMNS,
-    pack_panels,
-    unpack_panels,
-    whole_blocks,
-)
+from moequant.kernels.sm90.panel_words import PANEL_COLUMNS
+from moequant.kernels.sm90.panels import pack_panels, unpack_panels, whole_blocks
 from moequant.kernels.sm90_w4a8.mxfp4_layout import WORDS, unpack_codes
 
 if TYPE_CHECKING:

@@ -28,15 +28,8 @@ import torch
 from torch import Tensor
 
 from moequant.errors import DoesNotFitError
-from moequant.kernels.sm90.panel_words import PanelWords
-from moequant.kernels.sm90.panels import (
-    CODE_BYTES,
-    PANEL_COLUMNS,
-    PANEL_ROWS,
-    pack_panels,
-    unpack_panels,
-    whole_blocks,
-)
+from moequant.kernels.sm90.panel_words import CODE_BYTES, PANEL_COLUMNS, PANEL_ROWS, PanelWords
+from moequant.kernels.sm90.panels import pack_panels, unpack_panels, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +79,8 @@ def unpack(packed: Tensor, n_out: int, K: int, *, gated: bool) -> list[tuple[Ten
 
 def _used(qdata: Tensor) -> Tensor:
     """[E, N, blocks, 4] bool: the groups of 32 columns that are not zeros."""
-    used: Tensor = (qdata & 0x77).bool().view(*qdata.shape[:-1], -1, 4, 16)
+    *rows, row_bytes = qdata.shape
+    used: Tensor = (qdata & 0x77).bool().view(*rows, row_bytes // 64, 4, 16)
     return used.any(-1)
 
 

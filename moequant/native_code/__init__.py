@@ -4,4 +4,7 @@ from __future__ import annotations
 
 
 class UnavailableError(Exception):
-    """This machine does not run such functions; always caught: a reference does their work."""
+    """This machine does not run such functions; always caught: a reference does their work.
+
+    The message becomes a warning.
+    """

@@ -1,6 +1,6 @@
 """Compile functions for this processor with LLVM, in this process.
 
-The only module that imports llvmlite. Compiling a function takes 20 to 100 ms, so there is no cache
+The only module that imports llvmlite. Compiling a function takes 20 to 170 ms, so there is no cache
 on disk.
 """
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _AHEAD = 8
-"""Experts that are packed and written before the digest of their portable weights has them."""
+"""Experts that may be packed and written before their portable weights are digested."""
 
 
 def layouts_of_layer(
@@ -252,13 +252,20 @@ def _ahead(
         for item in items:
             pending.append(pool.submit(work, item))
             if len(pending) > _AHEAD:
-                yield pending.popleft().result()
+                yield _first(pending)
         while pending:
-            yield pending.popleft().result()
+            yield _first(pending)
     finally:
         for future in pending:
             future.cancel()
         wait(pending)  # what they write to may be closed now
+
+
+def _first(pending: deque[Future[T]]) -> T:
+    """The result of the first, which stays among them, to be waited for, until it is there."""
+    result = pending[0].result()
+    pending.popleft()
+    return result
 
 
 def write_layer(
@@ -282,7 +289,7 @@ def write_layer(
             written too.
         folder: where the file goes.
         progress: receives the progress.
-        pool: threads that pack.
+        pool: threads that read, pack and write, each an expert.
 
     Errors as `packed_experts`.
     """
@@ -367,7 +374,7 @@ class _LayerFile:
         self._opening = threading.Lock()
 
     def write(self, expert: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write the tensors of an expert, [1, ...]; returns their bytes."""
+        """Write the tensors of an expert, [1, ...], from any thread; returns their bytes."""
         named = {f"layers.{self._layer}.{name}": tensor for name, tensor in tensors.items()}
         with self._opening:
             if self._writer is None:
@@ -376,7 +383,7 @@ class _LayerFile:
             contents = tensor_bytes(tensor.contiguous())
             self._writer.write_bytes(name, expert * tensor.nbytes, contents)
         size_bytes = sum(tensor.nbytes for tensor in named.values())
-        # One thread digests while others pack, but no more than keeps up.
+        # One thread digests at a time: twice what it wrote lets it catch up, and ends soon.
         self._writer.digest(2 * size_bytes)
         return size_bytes
 

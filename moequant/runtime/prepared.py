@@ -87,18 +87,18 @@ class LayerFile:
             tensors[name.removeprefix(prefix)] = info
         return cls(file=file, tensors=tensors, remedy=remedy)
 
-    def check(self, one: Mapping[str, Tensor], *, experts: int) -> None:
-        """Check names, dtypes and shapes against those of one expert, whose data is not read.
+    def check(self, like: Mapping[str, Tensor], *, experts: int) -> None:
+        """Check names, dtypes and shapes against tensors of any number of experts.
 
         Raises:
             CheckpointError: they are not what the layout makes of the layer.
         """
-        expected = {name: (t.dtype, [experts, *t.shape[1:]]) for name, t in one.items()}
+        expected = {name: (t.dtype, [experts, *t.shape[1:]]) for name, t in like.items()}
         for name in expected.keys() | self.tensors.keys():
-            info, like = self.tensors.get(name), expected.get(name)
-            if info is None or (DTYPES.get(info.dtype), list(info.shape)) != like:
+            info, wanted = self.tensors.get(name), expected.get(name)
+            if info is None or (DTYPES.get(info.dtype), list(info.shape)) != wanted:
                 found = "missing" if info is None else f"{info.dtype} {list(info.shape)}"
-                should = "not there" if like is None else f"{like[0]} {like[1]}"
+                should = "not there" if wanted is None else f"{wanted[0]} {wanted[1]}"
                 raise CheckpointError(
                     f"{self.file.path}: {name} is {found}, but should be {should}; {self.remedy}"
                 )
@@ -199,7 +199,7 @@ class PreparedCheckpoint:
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry, self._remedy)
         moe = self.converted.moe
-        one = expected(
+        like = expected(
             layout,
             moe,
             entry.format,
@@ -207,7 +207,7 @@ class PreparedCheckpoint:
             biased="w2_bias" in file.tensors,
             static=entry.has_input_scales,
         )
-        file.check(one, experts=moe.experts)
+        file.check(like, experts=moe.experts)
         return file, layout, entry.format
 
     def staleness(self) -> str | None:
@@ -295,17 +295,17 @@ class PreparedCheckpoint:
 def expected(
     layout: Layout, moe: MoeConfig, format: str, *, act_fn: ActFn, biased: bool, static: bool
 ) -> dict[str, Tensor]:
-    """The tensors that `layout` makes of one expert, without data.
+    """What `layout` makes of no experts: names, dtypes, and all dimensions but the first.
 
     Raises:
         UnsupportedError: the layout does not hold weights of this format or these sizes.
     """
-    shapes = tuple((p, (1, *moe.shape(p))) for p in moe.projections)
-    return _packed_without_data(layout, shapes, format, act_fn, biased, static)
+    shapes = tuple((p, (0, *moe.shape(p))) for p in moe.projections)
+    return _pack_none(layout, shapes, format, act_fn, biased, static)
 
 
 @cache
-def _packed_without_data(
+def _pack_none(
     layout: Layout,
     shapes: tuple[tuple[str, tuple[int, ...]], ...],
     format: str,
@@ -314,7 +314,9 @@ def _packed_without_data(
     static: bool,
 ) -> dict[str, Tensor]:
     # Kept, because it takes tens of milliseconds, and the layers of a model are alike.
-    weights = weights_without_data(format, dict(shapes), act_fn, biased=biased, static=static)
+    weights = weights_without_data(
+        format, dict(shapes), act_fn, biased=biased, static=static, device="cpu"
+    )
     return layout.pack(weights)
 
 

@@ -204,8 +204,9 @@ def weights_without_data(
     *,
     biased: bool = False,
     static: bool = False,
+    device: str = "meta",
 ) -> ExpertWeights:
-    """Experts on the device "meta", of which a layout makes tensors that show dtypes and shapes.
+    """Experts without values, of which a layout makes tensors that show dtypes and shapes.
 
     Args:
         format: of the projections.
@@ -213,13 +214,15 @@ def weights_without_data(
         act_fn: the function between the GEMMs.
         biased: whether every projection has a bias, float32.
         static: whether there are static scales of activations, one for each expert.
+        device: where they are; "cpu" for E = 0 alone, which spares the seconds that torch takes to
+            import what computes on "meta".
 
     Raises:
         UnsupportedError: the format does not support a shape.
     """
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=device)
 
     weights, tensors = {}, {}
     for name, shape in shapes.items():
@@ -229,8 +232,8 @@ def weights_without_data(
         if biased:
             tensors[f"{name}_bias"] = empty(*shape[:2])
     if static:
-        experts = shapes["up"][0]
-        tensors |= {f"{of}_input_scale": empty(experts) for of in ("gate_up", "down")}
+        scales = shapes["up"][0] or 1  # without experts, one for all of them is allowed
+        tensors |= {f"{of}_input_scale": empty(scales) for of in ("gate_up", "down")}
     return ExpertWeights.of(weights, act_fn, **tensors)
 
 

@@ -55,7 +55,7 @@ def large_source(make_checkpoint, tmp_path_factory):
 def no_kernels(monkeypatch):
     """A machine on which no kernel compiles."""
 
-    def refuse(text):
+    def refuse(function):
         raise UnavailableError("no LLVM on this machine")
 
     monkeypatch.setattr("moequant.native_code.jit.compile_function", refuse)

@@ -7,16 +7,18 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moequant.conversion import convert
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import CheckpointError, DoesNotFitError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
-from moequant.preparation import PreparedCheckpoint, prepare
+from moequant.preparation import PreparedCheckpoint, layers, prepare
 from moequant.progress import SilentProgress
 from moequant.runtime import load_experts
 from moequant.runtime.backends import REGISTRY, TARGETS
@@ -876,3 +878,41 @@ def test_a_rank_loads_its_experts_alone(converted):
             load_experts(path, 0, experts=wrong)
     with pytest.raises(CheckpointError, match="layer 9 holds no experts"):
         load_experts(path, 9)
+
+
+def test_no_thread_packs_any_longer_when_one_has_failed():
+    begun, go_on, ended = Event(), Event(), []
+
+    def work(item):
+        if item == 0:
+            begun.wait(10)
+            raise DoesNotFitError("item 0")
+        begun.set()
+        go_on.wait(10)
+        ended.append(item)
+
+    with ThreadPoolExecutor(2) as pool:
+        Timer(0.2, go_on.set).start()
+        with pytest.raises(DoesNotFitError, match="item 0"):
+            list(layers._ahead(pool, work, range(2)))
+        assert ended == [1]
+
+
+def test_an_interrupt_waits_for_the_thread_whose_result_is_next(monkeypatch):
+    begun, go_on, ended = Event(), Event(), []
+
+    def work(item):
+        begun.set()
+        go_on.wait(10)
+        ended.append(item)
+
+    def interrupted(future, timeout=None):
+        begun.wait(10)
+        Timer(0.2, go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            list(layers._ahead(pool, work, range(1)))
+        assert ended == [0]

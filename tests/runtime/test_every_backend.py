@@ -20,6 +20,7 @@ from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.activations import SCHEMES, quantize_activations
 from moequant.runtime.backends import REGISTRY, TARGETS, Backend, Workload
 from moequant.runtime.packing import workload_of
+from moequant.runtime.weights import weights_without_data
 
 DOCS = Path(__file__).parents[2] / "docs"
 CPU = torch.device("cpu")
@@ -122,6 +123,16 @@ def test_a_layout_is_lossless_and_packs_expert_by_expert(layers, layout, extra, 
         assert all(torch.equal(bytes_of(back[n]), bytes_of(t)) for n, t in parts.items())
 
         meta = layout.pack(weights.replace({n: t.to("meta") for n, t in parts.items()}))
+        no_experts = weights_without_data(
+            format,
+            {n: (0, *q.shape[1:]) for n, q in weights.projections().items()},
+            act_fn,
+            biased="biases" in extra,
+            static="static" in extra,
+            device="cpu",
+        )
+        none = layout.pack(no_experts)
+        assert none.keys() == packed.keys()
         first = {n: t if "input_scale" in n else t[:1] for n, t in parts.items()}
         alone = layout.pack(
             ExpertWeights.of(
@@ -136,6 +147,7 @@ def test_a_layout_is_lossless_and_packs_expert_by_expert(layers, layout, extra, 
         for name, tensor in packed.items():
             assert tensor.is_contiguous()
             assert (meta[name].dtype, meta[name].shape) == (tensor.dtype, tensor.shape)
+            assert (none[name].dtype, none[name].shape[1:]) == (tensor.dtype, tensor.shape[1:])
             if "input_scale" not in name:
                 assert tensor.shape[0] == weights.experts
                 assert torch.equal(bytes_of(alone[name]), bytes_of(tensor[:1]))

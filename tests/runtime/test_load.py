@@ -17,7 +17,7 @@ from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
 from moequant.preparation.layers import backends_for
-from moequant.runtime import FusedExperts, load_experts
+from moequant.runtime import FusedExperts, layer_reader, load_experts
 from moequant.runtime.backends import TARGETS
 from moequant.runtime.layer_reader import LayerReader, _PreparedLayer
 from moequant.runtime.load import open_reader
@@ -63,6 +63,17 @@ def assert_holds(experts, path, layer, indices):
             loaded = found.tensors()[part]
             assert loaded.dtype == tensor.dtype
             assert torch.equal(bytes_of(loaded), bytes_of(tensor)), (projection, part)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("format", CONVERTIBLE)
+def test_experts_are_what_lies_on_disk_however_many_are_read_together(
+    converted, format, together, monkeypatch
+):
+    monkeypatch.setattr(layer_reader, "_READ_TOGETHER", together)
+    path = converted(format)
+    for experts in ([3, 0, 2, 1], [2, 0, 3]):  # the first is read alone
+        assert_holds(load_experts(path, 1, experts=experts), path, 1, experts)
 
 
 @pytest.mark.parametrize("where", [lambda path: path, prepared], ids=["portable", "prepared"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from moequant.kernels.sm90 import panel_words
-from moequant.kernels.sm90.panels import CODE_BYTES
+from moequant.kernels.sm90.panel_words import CODE_BYTES
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 from moequant.kernels.sm90_w4a16 import layout as w4a16_layout
 from moequant.native_code import UnavailableError, jit
@@ -33,7 +35,7 @@ def packed(words, codes, panel_bytes=CODE_BYTES + 256):
 
 @every_family
 def test_a_word_is_linear_in_the_bits_of_its_bytes_and_keeps_all_of_them(words):
-    byte = panel_words.every_byte(torch.device("cpu"))
+    byte = panel_words.every_byte()
     tables = [words.bits(byte, *of) for of in BYTES]
     for table in tables:
         assert torch.equal(table[(byte[:, None] ^ byte).long()], table[:, None] ^ table)
@@ -51,26 +53,68 @@ def test_a_word_is_linear_in_the_bits_of_its_bytes_and_keeps_all_of_them(words):
 
 @every_family
 @pytest.mark.parametrize(("P", "blocks"), [(1, 1), (3, 5)])
-def test_compiled_and_tabulated_words_are_the_same(words, P, blocks, monkeypatch):
-    assert panel_words._native(words) is not None
+def test_compiled_words_are_those_of_tables(words, P, blocks):
+    assert words._native() is not None
     codes = random_codes(P, blocks)
     compiled = packed(words, codes)
-    monkeypatch.setattr(panel_words, "_native", lambda words: None)
-    assert torch.equal(packed(words, codes), compiled)
+    by_tables = torch.full_like(compiled, 0xA5)
+    words.pack_by_tables(codes, by_tables)
+    assert torch.equal(compiled, by_tables)
     assert (compiled[..., CODE_BYTES:] == 0xA5).all()  # where scales will be
 
 
+@pytest.fixture
+def anew():
+    """Nothing is compiled yet, nor is afterwards what a test made of it."""
+    panel_words._compiled.cache_clear()
+    yield
+    panel_words._compiled.cache_clear()
+
+
+def refused(function):
+    raise UnavailableError("no LLVM on this machine")
+
+
+def wrong(function):
+    return lambda codes, packed, *sizes: 0
+
+
 @every_family
-def test_where_llvm_compiles_nothing_tables_are_used(words, monkeypatch):
+@pytest.mark.parametrize(
+    ("compiler", "why"), [(refused, "no LLVM on this machine"), (wrong, "other words than torch")]
+)
+def test_where_llvm_is_of_no_use_tables_are_used_with_a_warning(
+    words, compiler, why, anew, monkeypatch
+):
     codes = random_codes(2, 2)
-    compiled = packed(words, codes)
+    by_tables = torch.full((2, 2, CODE_BYTES + 256), 0xA5, dtype=torch.uint8)
+    words.pack_by_tables(codes, by_tables)
+    monkeypatch.setattr(jit, "compile_function", compiler)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert torch.equal(packed(words, codes), by_tables)
 
-    def refuse(function):
-        raise UnavailableError("no LLVM on this machine")
 
-    monkeypatch.setattr(jit, "compile_function", refuse)
-    panel_words._native.cache_clear()
-    try:
-        assert torch.equal(packed(words, codes), compiled)
-    finally:
-        panel_words._native.cache_clear()
+@every_family
+def test_threads_that_begin_at_once_compile_once(words, anew, monkeypatch):
+    compiled, compile_function = [], jit.compile_function
+
+    def counted(function):
+        compiled.append(function)
+        return compile_function(function)
+
+    monkeypatch.setattr(jit, "compile_function", counted)
+    codes = random_codes(1, 1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: packed(words, codes), range(8)))
+    assert len(compiled) == 1
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@every_family
+def test_the_default_device_does_not_matter(words, anew):
+    codes = random_codes(1, 1)
+    with torch.device("meta"):
+        assert words._native() is not None
+    by_tables = torch.empty(1, 1, CODE_BYTES, dtype=torch.uint8)
+    words.pack_by_tables(codes, by_tables)
+    assert torch.equal(packed(words, codes, CODE_BYTES), by_tables)

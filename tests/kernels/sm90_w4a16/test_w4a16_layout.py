@@ -9,7 +9,7 @@ import torch
 
 from moequant.errors import DoesNotFitError
 from moequant.formats import dequantize, quantize
-from moequant.kernels.sm90.panels import CODE_BYTES
+from moequant.kernels.sm90.panel_words import CODE_BYTES
 from moequant.kernels.sm90_w4a16.layout import pack, panel_bytes, unpack
 
 E = 2
@@ -196,3 +196,13 @@ def test_shapes_are_known_without_data(format):
     packed, factor = pack([meta, meta])
     assert packed.shape == (E, 3, 1, panel_bytes(format))
     assert factor.shape == (E, 2)
+
+
+@every_format
+def test_codes_may_begin_at_any_byte(format):
+    w = weight(format, 64, 128)
+    memory = torch.empty(w.qdata.numel() + 1, dtype=torch.uint8)
+    shifted = memory[1:].view(w.qdata.shape).copy_(w.qdata)
+    wanted = pack([parts(w)])
+    for found, expected in zip(pack([(shifted, *parts(w)[1:])]), wanted, strict=True):
+        assert torch.equal(found, expected)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from moequant.kernels.sm90.panels import CODE_BYTES
+from moequant.kernels.sm90.panel_words import CODE_BYTES
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moequant.formats.elements import decode_int4, unpack_nibbles
-from moequant.kernels.sm90.panels import CODE_BYTES, panels
+from moequant.kernels.sm90.panel_words import CODE_BYTES
+from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90_w4a8.int4_layout import PANEL_BYTES, pack, unpack
 
 E, K = 2, 256
