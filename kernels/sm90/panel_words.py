@@ -111,15 +111,16 @@ def _compiled(words: PanelWords) -> jit.Compiled | None:
 
 
 def _check(words: PanelWords, function: jit.Compiled) -> None:
-    """Compare the words of all bytes at all places with those of tables.
+    """Compare the words of random codes with those of tables.
 
     Raises:
         UnavailableError: they differ.
     """
-    every = torch.arange(256, dtype=torch.uint8, device="cpu")
-    # A panel has 8192 bytes: these have every byte at every place of a word.
-    codes = torch.cat([every.roll(i) for i in range(32)]).view(1, 2, 4, 4, 2, 2, 64)
-    found, wanted = (codes.new_empty(1, 1, CODE_BYTES) for _ in range(2))
+    g = torch.Generator("cpu").manual_seed(0)
+    P, blocks = 3, 5  # 30720 words, so that each of their four bytes takes every value
+    size = (P, 2, 4, 4, 2, 2, blocks * 64)
+    codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=g, device="cpu")
+    found, wanted = (codes.new_empty(P, blocks, CODE_BYTES) for _ in range(2))
     function(codes.data_ptr(), found.data_ptr(), *found.shape)
     words.pack_by_tables(codes, wanted)
     if not torch.equal(found, wanted):
@@ -155,7 +156,8 @@ def _words_of(words: PanelWords, halves: list[Value]) -> Value:
         for which in _WHICH:
             at = [8 * step + words.byte_of(quad, which) for quad in _QUADS for step in _STEPS]
             byte = halves[half].pick(at).to("i32")
-            for distance, mask in _moved(words.bits, half, which).items():
+            table = _tabulate(words.bits, half, which, torch.device("cpu"))
+            for distance, mask in _moved(table).items():
                 bits = byte & mask
                 found.append(bits << distance if distance >= 0 else bits >> -distance)
     whole = found[0]
@@ -164,12 +166,11 @@ def _words_of(words: PanelWords, halves: list[Value]) -> Value:
     return whole
 
 
-def _moved(bits: Callable[[Tensor, int, int], Tensor], half: int, which: int) -> dict[int, int]:
+def _moved(table: Tensor) -> dict[int, int]:
     """By how far they move to the left, those of the eight bits of a byte that do."""
     found: dict[int, int] = {}
     for bit in range(8):
-        one = torch.tensor([1 << bit], dtype=torch.int32, device="cpu")
-        word = int(bits(one, half, which))
+        word = int(table[1 << bit])
         for place in range(32):
             if word >> place & 1:
                 found[place - bit] = found.get(place - bit, 0) | 1 << bit

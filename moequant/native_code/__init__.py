@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UnavailableError(Exception):
-    """This machine does not run such functions; always caught: a reference does their work.
+    """No such function can be used; always caught: a reference does its work.
 
     The message becomes a warning.
     """

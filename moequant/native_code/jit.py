@@ -88,7 +88,6 @@ def compile_function(function: Function) -> Compiled:
     except (OSError, RuntimeError) as error:
         raise UnavailableError(f"LLVM does not compile here: {error}") from error
     types = (function.result, *function.parameters.values())
-    # ctypes releases the GIL.
     signature = ctypes.CFUNCTYPE(*(_C_TYPES[type] for type in types))
     compiled = signature(engine.get_function_address(function.name))
     compiled.engine = engine  # type: ignore[attr-defined]  # which owns the code

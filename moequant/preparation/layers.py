@@ -258,7 +258,7 @@ def _ahead(
     finally:
         for future in pending:
             future.cancel()
-        wait(pending)  # what they write to may be closed now
+        wait(pending)  # what they write to may be closed next
 
 
 def _first(pending: deque[Future[T]]) -> T:
