@@ -86,10 +86,10 @@ def measured(tiny, source, ids, folder, settings):
     ("model_type", "settings"),
     [
         ("qwen3_moe", {}),
-        ("qwen3_moe", {"hessian": True}),
+        pytest.param("qwen3_moe", {"hessian": True}, marks=pytest.mark.full),
         pytest.param("qwen3_moe", {"batch_tokens": 512}, marks=pytest.mark.full),
         pytest.param("qwen3_moe", {"dtype": "bfloat16"}, marks=pytest.mark.full),
-        ("deepseek_v3", {}),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.full),
         ("gpt_oss", {}),
     ],
 )

@@ -107,7 +107,8 @@ def test_a_table_is_written_that_calls_look_into(
     assert [cell["tokens"] for cell in tuned] == [1, 64]
     for cell in tuned:
         assert len(cell["tried"]) > 1
-        assert cell["after"]["time_us"] <= cell["before"]["time_us"]
+        # What is kept may take 3 % longer with uniform routing, if it saves more with skewed.
+        assert 0.97 * cell["after"]["time_us"] <= min(row["time_us"] for row in cell["tried"])
     # A second shape goes beside the first.
     again = ["tune", "--shape", "8x1024x512x2", "--tokens", "1", *options]
     assert run(*again).exit_code == 0

@@ -43,7 +43,9 @@ def data(tmp_path_factory):
     ("run_as", "sizes"),
     [
         # Layers of 50 MB in BF16, or a head of 33 MB in float32 and logits of 33 MB.
-        ("weights", {"experts": 32, "hidden": 512, "intermediate": 512}),
+        pytest.param(
+            "weights", {"experts": 32, "hidden": 512, "intermediate": 512}, marks=pytest.mark.full
+        ),
         ("runtime", {"experts": 32, "hidden": 512, "intermediate": 512}),
         ("weights", {"vocabulary": 32_768}),
     ],

@@ -263,7 +263,15 @@ def test_code_for_lesser_processors_gives_the_reference_bytes(
 
 
 @every_option
-@every_dtype
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.full),
+        pytest.param(torch.float32, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_arm_code_needs_no_library(fmt, options, dtype):
     binding = pytest.importorskip("llvmlite.binding")
     binding.initialize_all_targets()

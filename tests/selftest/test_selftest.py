@@ -231,7 +231,7 @@ def test_gate_and_up_in_bfloat16_are_within_the_limits_of_block_scaled_activatio
 @pytest.mark.parametrize(
     "change",
     [
-        lambda y, which: y * 1.1 if which == 2 else y,
+        pytest.param(lambda y, which: y * 1.1 if which == 2 else y, marks=pytest.mark.full),
         lambda y, which: y * 1.1 if which == 1 else y,
         lambda y, which: y.roll(1, 1) if which == 1 else y,
         lambda y, which: y + 0.1 * y.std() if which == 2 else y,

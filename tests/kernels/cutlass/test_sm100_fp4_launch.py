@@ -277,7 +277,7 @@ def test_the_launch_multiplies_each_expert_s_rows_by_its_weights(variant, sizes,
     [
         pytest.param(NVFP4, False, marks=pytest.mark.full),
         (NVFP4, True),
-        (MXFP4, False),
+        pytest.param(MXFP4, False, marks=pytest.mark.full),
     ],
     ids=["nvfp4", "nvfp4_static", "mxfp4"],
 )
@@ -444,7 +444,7 @@ def test_a_layer_is_its_experts_weighted(variant, act, given, launches, no_strea
 
 
 @on_cpu
-@each_layer(full=("nvfp4", "mxfp4_no_gate"))
+@each_layer(full=("nvfp4", "mxfp4_no_gate", "nvfp4_static_bias"))
 def test_batches_are_the_rows_of_their_experts(variant, act, given, launches, no_stream):
     experts, capacity, H, I = 4, 131, 96, 160
     tensors = layer_of(variant, act, given, experts, H, I)

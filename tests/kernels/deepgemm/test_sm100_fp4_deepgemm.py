@@ -174,7 +174,7 @@ def test_every_function_with_and_without_biases(sm100_library, act_fn, biases):
     check(run_experts(pack(weights), *call), weights, call)
 
 
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("biases", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("act_fn", FUNCTIONS, ids=str)
 def test_batches_too(sm100_library, act_fn, biases):
     model, weights, call = sm100_library(), weights_of(act_fn, biases), call_of()
@@ -189,7 +189,9 @@ def test_rows_go_by_the_alignment_that_is_set(sm100_library, alignment):
     check(run_experts(pack(weights), *call), weights, call)
 
 
-@pytest.mark.parametrize(("alignment", "capacity"), [(16, 40), (32, 40), (32, 64)])
+@pytest.mark.parametrize(
+    ("alignment", "capacity"), [(16, 40), pytest.param(32, 40, marks=pytest.mark.full), (32, 64)]
+)
 def test_batches_are_padded_to_whole_tiles(sm100_library, alignment, capacity):
     model = sm100_library(alignment)
     weights, call = weights_of(), call_of(tokens=40)
