@@ -25,6 +25,12 @@ REST = " and ".join(
     f"not {word}" for word in ("fp8_block", "fp8_channel", "fp8_tensor", "w4a8", "nvfp4", "mxfp4")
 )
 REAL = "real_models"
+KERNELS = {
+    "cutlass": "tests/kernels/cutlass",
+    "portable": "tests/kernels/portable",
+    "rest": "tests/kernels --ignore tests/kernels/cutlass --ignore tests/kernels/portable",
+}
+"""Tests of kernels by themselves: paths for pytest. Triton compiles for most of them."""
 _ELSEWHERE = (
     "tests/engines",
     "tests/kernels",
@@ -65,6 +71,18 @@ def _sanitize(case, tool):
     )
 
 
+def _of_kernels(name, paths):
+    return Task(
+        name=f"kernels-{name}",
+        # Those of speed have a task of their own, alone on its GPU.
+        commands=(f"{PYTEST} -n {{jobs}} {paths} -k 'not speed'",),
+        estimate_s=240,
+        limit_s=900,
+        beside=3,
+        safe_path=False,
+    )
+
+
 TASKS = [
     *(_shard(name, words) for name, words in SHARDS.items()),
     _shard("rest", REST),
@@ -82,15 +100,7 @@ TASKS = [
         limit_s=300,
         needs=("sm90",),
     ),
-    Task(
-        name="kernels",
-        # Those of speed have a task of their own, alone on its GPU.
-        commands=(f"{PYTEST} -n {{jobs}} tests/kernels -k 'not speed'",),
-        estimate_s=300,
-        limit_s=600,
-        beside=3,
-        safe_path=False,
-    ),
+    *(_of_kernels(name, paths) for name, paths in KERNELS.items()),
     Task(
         name="quantizer-rates",
         commands=(f"{PYTEST} -s tests/kernels/test_block_scaled_quantize.py -k speed",),
