@@ -33,7 +33,9 @@ from moequant.cli import (
     warm_up,
 )
 from moequant.cli.failures import CommandGroup
+from moequant.cli.output import show_ours
 from moequant.cli.torch_import import with_torch
+from moequant.errors import SlowPathWarning
 
 
 @click.group(
@@ -74,6 +76,7 @@ def main() -> None:
     """Run the command line; the entry point of the `moequant` script."""
     # torch warns at its first operation if NumPy is missing; moequant does not use NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    show_ours(SlowPathWarning)
     # `kill` and a cluster's time limit stop a run as Ctrl-C does, so that it can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # The headers of a large model are a million objects that stay, through which the garbage

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from contextlib import contextmanager
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -29,6 +30,22 @@ if TYPE_CHECKING:
 
 _COLUMNS = 80
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
+
+
+def show_ours(ours: type[Warning]) -> None:
+    """From now on, let Python's warnings of a category look as those of commands."""
+    as_python_does = warnings.showwarning
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        if issubclass(category, ours):
+            Output().warn(str(message))
+        else:
+            as_python_does(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 class Output:

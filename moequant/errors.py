@@ -1,4 +1,4 @@
-"""Every error that moequant raises on purpose, with its exit code on the command line.
+"""Every error that moequant raises on purpose, with its exit code on the command line; a warning.
 
 A message names the thing, the value found, the value expected and the next step. Exit code 2 is
 click's for wrong usage, 130 is an interrupt.
@@ -72,6 +72,10 @@ class DataError(MoequantError):
     """Text or token ids for calibration, or figures of an evaluation, that cannot be used."""
 
     exit_code = 6
+
+
+class SlowPathWarning(RuntimeWarning):
+    """Something takes longer than it would on another machine or with another package."""
 
 
 def unknown_name(

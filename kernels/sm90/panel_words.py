@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moequant.errors import SlowPathWarning
 from moequant.native_code import UnavailableError, jit
 from moequant.native_code.vectors import I32, I64, PTR, Function, Type
 
@@ -103,7 +104,7 @@ def _compiled(words: PanelWords) -> jit.Compiled | None:
     except UnavailableError as error:
         warnings.warn(
             f"codes are packed by torch, which takes up to ten times as long: {error}",
-            RuntimeWarning,
+            SlowPathWarning,
             stacklevel=1,
         )
         return None

@@ -15,6 +15,7 @@ import pytest
 from moequant import __version__, conversion
 from moequant.cli import cli, main
 from moequant.conversion import shipped_recipes
+from moequant.errors import MoequantError, SlowPathWarning
 
 
 @pytest.fixture
@@ -43,6 +44,20 @@ def test_termination_ends_a_command_as_an_interrupt_does(monkeypatch, capsys):
         main()
     assert exit_info.value.code == 130
     assert capsys.readouterr().err.endswith("moequant convert 'A B' C --format w4a8\n")
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_a_warning_of_ours_looks_like_those_of_commands(monkeypatch, capsys):
+    def slow(*args, **settings):
+        warnings.warn("this is slow", SlowPathWarning, stacklevel=1)
+        warnings.warn("as Python has it", RuntimeWarning, stacklevel=1)
+        raise MoequantError("enough")
+
+    monkeypatch.setattr(conversion, "convert", slow)
+    monkeypatch.setattr(sys, "argv", ["moequant", "convert", "A", "B", "--format", "w4a8"])
+    with pytest.warns(RuntimeWarning, match="as Python has it"), pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.startswith("Warning: this is slow\n")
 
 
 @pytest.mark.parametrize("command", [None, *cli.commands])

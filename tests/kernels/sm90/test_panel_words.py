@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from moequant.errors import SlowPathWarning
 from moequant.kernels.sm90 import panel_words
 from moequant.kernels.sm90.panel_words import CODE_BYTES
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
@@ -90,7 +91,7 @@ def test_where_llvm_is_of_no_use_tables_are_used_with_a_warning(
     by_tables = torch.full((2, 2, CODE_BYTES + 256), 0xA5, dtype=torch.uint8)
     words.pack_by_tables(codes, by_tables)
     monkeypatch.setattr(jit, "compile_function", compiler)
-    with pytest.warns(RuntimeWarning, match=why):
+    with pytest.warns(SlowPathWarning, match=why):
         assert torch.equal(packed(words, codes), by_tables)
 
 
