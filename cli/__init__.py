@@ -33,7 +33,7 @@ from moequant.cli import (
     warm_up,
 )
 from moequant.cli.failures import CommandGroup
-from moequant.cli.output import show_ours
+from moequant.cli.output import print_warnings_of
 from moequant.cli.torch_import import with_torch
 from moequant.errors import SlowPathWarning
 
@@ -76,7 +76,7 @@ def main() -> None:
     """Run the command line; the entry point of the `moequant` script."""
     # torch warns at its first operation if NumPy is missing; moequant does not use NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    show_ours(SlowPathWarning)
+    print_warnings_of(SlowPathWarning)
     # `kill` and a cluster's time limit stop a run as Ctrl-C does, so that it can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # The headers of a large model are a million objects that stay, through which the garbage

@@ -32,8 +32,8 @@ _COLUMNS = 80
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 
-def show_ours(ours: type[Warning]) -> None:
-    """From now on, let Python's warnings of a category look as those of commands."""
+def print_warnings_of(ours: type[Warning]) -> None:
+    """From now on, print Python's warnings of a category as commands print theirs."""
     as_python_does = warnings.showwarning
 
     def show(

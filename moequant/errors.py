@@ -1,4 +1,4 @@
-"""Every error that moequant raises on purpose, with its exit code on the command line; a warning.
+"""Every error that moequant raises on purpose, with its exit code, and its category of warnings.
 
 A message names the thing, the value found, the value expected and the next step. Exit code 2 is
 click's for wrong usage, 130 is an interrupt.

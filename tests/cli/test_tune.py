@@ -109,6 +109,9 @@ def test_a_table_is_written_that_calls_look_into(
         assert len(cell["tried"]) > 1
         # What is kept may take 3 % longer with uniform routing, if it saves more with skewed.
         assert 0.97 * cell["after"]["time_us"] <= min(row["time_us"] for row in cell["tried"])
+        before, after = (cell[when] for when in ("before", "after"))
+        if before["skewed_us"] is not None:  # else uniform routing alone rules it out
+            assert after["time_us"] * after["skewed_us"] <= before["time_us"] * before["skewed_us"]
     # A second shape goes beside the first.
     again = ["tune", "--shape", "8x1024x512x2", "--tokens", "1", *options]
     assert run(*again).exit_code == 0

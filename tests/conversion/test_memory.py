@@ -37,7 +37,7 @@ print(peak_bytes() - before)
 """
 
 QUICK = ("fp8_block", "nvfp4", "w4a8")
-"""Formats of a block, a group with a global scale, and packed integers; `full` has all others."""
+"""Formats that `make test` measures, too: of blocks, of groups with a global scale, of integers."""
 
 
 def peak_of_conversion(source, output, format, **given):

@@ -25,7 +25,7 @@ REST = " and ".join(
     f"not {word}" for word in ("fp8_block", "fp8_channel", "fp8_tensor", "w4a8", "nvfp4", "mxfp4")
 )
 REAL = "real_models"
-KERNELS = {
+KERNEL_TESTS = {
     "cutlass": "tests/kernels/cutlass",
     "portable": "tests/kernels/portable",
     "rest": "tests/kernels --ignore tests/kernels/cutlass --ignore tests/kernels/portable",
@@ -43,13 +43,17 @@ _ELSEWHERE = (
 """Tests on GPUs that are not run with all others."""
 
 
+def _suite(name, arguments, **fields):
+    """Tests, by arguments of pytest, that share a GPU with two other tasks."""
+    return Task(name=name, commands=(f"{PYTEST} -n {{jobs}} {arguments}",), beside=3, **fields)
+
+
 def _shard(name, words):
-    return Task(
-        name=f"sm90-{name}",
-        commands=(f"{PYTEST} -n {{jobs}} -m gpu {SM90} -k '{words} and not {REAL}'",),
+    return _suite(
+        f"sm90-{name}",
+        f"-m gpu {SM90} -k '{words} and not {REAL}'",
         estimate_s=120,
         limit_s=600,
-        beside=3,
         needs=("sm90",),
     )
 
@@ -72,14 +76,9 @@ def _sanitize(case, tool):
 
 
 def _of_kernels(name, paths):
-    return Task(
-        name=f"kernels-{name}",
-        # Those of speed have a task of their own, alone on its GPU.
-        commands=(f"{PYTEST} -n {{jobs}} {paths} -k 'not speed'",),
-        estimate_s=240,
-        limit_s=900,
-        beside=3,
-        safe_path=False,
+    # Those of speed have a task of their own, alone on its GPU.
+    return _suite(
+        f"kernels-{name}", f"{paths} -k 'not speed'", estimate_s=240, limit_s=900, safe_path=False
     )
 
 
@@ -100,37 +99,31 @@ TASKS = [
         limit_s=300,
         needs=("sm90",),
     ),
-    *(_of_kernels(name, paths) for name, paths in KERNELS.items()),
+    *(_of_kernels(name, paths) for name, paths in KERNEL_TESTS.items()),
     Task(
         name="quantizer-rates",
         commands=(f"{PYTEST} -s tests/kernels/test_block_scaled_quantize.py -k speed",),
         estimate_s=20,
         limit_s=200,
     ),
-    Task(
-        name="all-others",
-        commands=(
-            f"{PYTEST} -n {{jobs}} -m gpu tests "
-            + " ".join(f"--ignore {path}" for path in _ELSEWHERE),
-        ),
+    _suite(
+        "all-others",
+        "-m gpu tests " + " ".join(f"--ignore {path}" for path in _ELSEWHERE),
         estimate_s=400,
         limit_s=900,
-        beside=3,
     ),
-    Task(
-        name="hopper-libraries",
-        commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_hopper_libraries.py",),
+    _suite(
+        "hopper-libraries",
+        "tests/runtime/test_hopper_libraries.py",
         estimate_s=95,
         limit_s=400,
-        beside=3,
         needs=("sm90",),
     ),
-    Task(
-        name="deepgemm",
-        commands=(f"{PYTEST} -n {{jobs}} tests/runtime/test_deepgemm_fp4.py",),
+    _suite(
+        "deepgemm",
+        "tests/runtime/test_deepgemm_fp4.py",
         estimate_s=20,
         limit_s=400,
-        beside=3,
         needs=("deep_gemm",),
     ),
     *(_sanitize(case, tool) for tool in ("memcheck", "racecheck") for case in SHARDS),
