@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -17,12 +15,20 @@ from moequant.errors import CheckpointError
 from moequant.storage.checkpoint import Checkpoint, natural_key
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.storage.folder import Folder, check_is_checkpoint, sidecar_files, weight_files
+from moequant.storage.folder import (
+    Folder,
+    check_is_checkpoint,
+    given_folder,
+    searched,
+    sidecar_files,
+    weight_files,
+)
 from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
+    from pathlib import Path
 
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
@@ -62,13 +68,11 @@ def existing_directory(converted: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, a conversion into it is unfinished, or it holds what was
             prepared.
+        UnsupportedError: `converted` is neither a text nor a path.
     """
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(converted))  # noqa: PTH111
-    try:
+    path = given_folder("converted", converted)
+    with searched(path):
         found = path.is_dir()
-    except OSError as error:  # a name too long, a parent we may not look into
-        raise CheckpointError(f"{path}: {error.strerror}; name the converted checkpoint") from error
     if not found:
         raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
     check_is_checkpoint(path)
