@@ -8,6 +8,7 @@ from moequant.act_fn import SILU, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import check_specs, get_format
 from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
+from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.call import run_experts
 from moequant.runtime.inputs import check_expert_map, check_tensor
 
@@ -111,7 +112,9 @@ def deep_gemm_moe_fp8(
         CheckpointError: weights or scales of another shape or dtype.
     """
     check_weights({"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
-    workload = _workload(w13, w2, act_fn)
+    workload = workload_of(
+        {"w13": w13, "w2": w2}, act_fn, format="fp8_block", activations="fp8_group128"
+    )
     backend = REGISTRY["deepgemm"]
     reason = backend.supports(workload)
     if reason is not None:
@@ -119,15 +122,8 @@ def deep_gemm_moe_fp8(
             f"deep_gemm_moe_fp8 {reason}; pack_experts packs weights for a backend that runs "
             "here, and fused_experts runs them"
         )
-    E, H = workload.experts, workload.hidden
-    check_weight({"w13": w13, "w13_scale": w13_scale}, "fp8_block", (E, w13.shape[1], H))
-    check_weight({"w2": w2, "w2_scale": w2_scale}, "fp8_block", (E, H, workload.intermediate))
-    tensors = {
-        "w13_qdata": w13.contiguous(),
-        "w13_scale": w13_scale.contiguous(),
-        "w2_qdata": w2.contiguous(),
-        "w2_scale": w2_scale.contiguous(),
-    }
+    weights = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    tensors = stacked_tensors(weights, workload)
     return fused_experts(
         hidden_states,
         backend.load(tensors, workload),
@@ -162,25 +158,75 @@ def check_weights(
             )
 
 
-def check_weight(arguments: Mapping[str, Tensor], format: str, shape: tuple[int, ...]) -> None:
-    """Check the dtypes and shapes of a weight [E, N, K] of a format without global scales.
+def workload_of(
+    weights: Mapping[str, Tensor], act_fn: ActFn, *, format: str, activations: str, packed: int = 1
+) -> Workload:
+    """What is asked for, from the weights of both GEMMs.
 
     Args:
-        arguments: its codes and its scales, by argument.
-        format: its name.
-        shape: [E, N, K].
+        weights: by argument, [E, 2 * Ip, H / packed], gate over up, Ip as `padded_rows` says, or
+            [E, Ip, H / packed] where `act_fn` has no gate; and [E, H, I / packed].
+        act_fn: see `Workload`.
+        format: likewise.
+        activations: likewise.
+        packed: columns a byte.
+
+    Raises:
+        UnsupportedError: weights of other shapes; or as `check_act_fn`.
+    """
+    check_act_fn(act_fn)
+    (first, w13), (second, w2) = weights.items()
+    halves = 2 if act_fn.gated else 1
+    if not (
+        w13.dim() == w2.dim() == 3
+        and w13.shape[1] == halves * padded_rows(format, w2.shape[2] * packed)
+    ):
+        block = padded_rows(format, 1)
+        pads = f", Ip the next multiple of {block} from I on; pack_experts pads"
+        I, advice = ("Ip", pads) if block > 1 else ("I", "")
+        per_byte = f" / {packed}" if packed > 1 else ""
+        raise UnsupportedError(
+            f"{first} is {list(w13.shape)} and {second} {list(w2.shape)}, but with {act_fn} they "
+            f"must be [E, {'2 * ' if act_fn.gated else ''}{I}, H{per_byte}] and "
+            f"[E, H, I{per_byte}]{advice}"
+        )
+    return Workload(
+        format=format,
+        activations=activations,
+        experts=w13.shape[0],
+        hidden=w13.shape[2] * packed,
+        intermediate=w2.shape[2] * packed,
+        device=w13.device,
+        act_fn=act_fn,
+    )
+
+
+def stacked_tensors(weights: Mapping[str, Tensor], workload: Workload) -> dict[str, Tensor]:
+    """Check weights of a format without global scales, and name them as the layout `stacked`.
+
+    Args:
+        weights: by argument, codes and scales of the first GEMM, then those of the second.
+        workload: as `workload_of` made it of the codes.
 
     Raises:
         CheckpointError: one has another dtype or shape; the message names the argument.
         UnsupportedError: the format has no weights of that shape.
     """
-    codes, scale = arguments
-    specs = get_format(format).specs(shape, codes)
-    check_specs(
-        arguments,
-        {codes: specs["qdata"], scale: specs["scale"]},
-        advice=f"give {codes} and {scale} as moequant.formats.quantize makes {format}",
-    )
+    format, E, H = workload.format, workload.experts, workload.hidden
+    w13, w13_scale, w2, w2_scale = weights
+    rows = weights[w13].shape[1]
+    for codes, scale, shape in (
+        (w13, w13_scale, (E, rows, H)),
+        (w2, w2_scale, (E, H, workload.intermediate)),
+    ):
+        specs = get_format(format).specs(shape, codes)
+        check_specs(
+            {codes: weights[codes], scale: weights[scale]},
+            {codes: specs["qdata"], scale: specs["scale"]},
+            advice=f"give {codes} and {scale} as moequant.formats.quantize makes {format}",
+        )
+    names = ("w13_qdata", "w13_scale", "w2_qdata", "w2_scale")
+    return dict(zip(names, (part.contiguous() for part in weights.values()), strict=True))
 
 
 def check_act_fn(act_fn: ActFn) -> None:
@@ -195,23 +241,3 @@ def check_act_fn(act_fn: ActFn) -> None:
             "of that module, such as SILU"
         )
     act_fn.check()
-
-
-def _workload(w13: Tensor, w2: Tensor, act_fn: ActFn) -> Workload:
-    check_act_fn(act_fn)
-    halves = 2 if act_fn.gated else 1
-    if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] != -(-w2.shape[2] // 128) * 128 * halves:
-        raise UnsupportedError(
-            f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}, but must be "
-            f"[E, {'2 * ' if act_fn.gated else ''}Ip, H] and [E, H, I], Ip the next multiple of "
-            "128 from I on; pack_experts pads"
-        )
-    return Workload(
-        format="fp8_block",
-        activations="fp8_group128",
-        experts=w13.shape[0],
-        hidden=w13.shape[2],
-        intermediate=w2.shape[2],
-        device=w13.device,
-        act_fn=act_fn,
-    )

@@ -22,7 +22,7 @@ from moequant.kernels.cutlass.sm100_fp4_variant import NVFP4 as NVFP4_KERNEL
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.call import run_experts
-from moequant.runtime.functional import check_act_fn, check_weights
+from moequant.runtime.functional import check_weights, workload_of
 from moequant.runtime.inputs import ArgumentNames, check_tensor
 from moequant.runtime.weights import weights_without_data
 
@@ -206,23 +206,8 @@ def _workload(
 ) -> Workload:
     """What is asked for, if the backend runs it."""
     check_weights({_ARGUMENTS[name]: tensor for name, tensor in tensors.items()})
-    check_act_fn(act_fn)
-    w1, w2 = tensors["w13_qdata"], tensors["w2_qdata"]
-    halves = 2 if act_fn.gated else 1
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != halves * 2 * w2.shape[2]:
-        raise UnsupportedError(
-            f"w1_fp4 is {list(w1.shape)} and w2_fp4 {list(w2.shape)}, but with {act_fn} they must "
-            f"be [E, {'2 * ' if act_fn.gated else ''}I, H / 2] and [E, H, I / 2]"
-        )
-    workload = Workload(
-        format=format,
-        activations=scheme,
-        experts=w1.shape[0],
-        hidden=2 * w1.shape[2],
-        intermediate=2 * w2.shape[2],
-        device=w1.device,
-        act_fn=act_fn,
-    )
+    weights = {_ARGUMENTS[name]: tensors[name] for name in ("w13_qdata", "w2_qdata")}
+    workload = workload_of(weights, act_fn, format=format, activations=scheme, packed=2)
     reason = _BACKEND.supports(workload)
     if reason is not None:
         raise UnsupportedError(

@@ -19,10 +19,9 @@ from moequant.formats import dtype_text, get_format
 from moequant.formats.w4a8 import GROUP
 from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
-from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.batched import BatchedTokens
 from moequant.runtime.call import run_experts
-from moequant.runtime.functional import check_act_fn, check_weight, check_weights
+from moequant.runtime.functional import check_act_fn, check_weights, stacked_tensors, workload_of
 from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map, check_tensor
 from moequant.runtime.select import select
 from moequant.runtime.weights import weights_without_data
@@ -121,7 +120,7 @@ def run_cutlass_moe_fp8(
         {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
         {"a1q_scale": a1q_scale, "a2_scale": a2_scale},
     )
-    workload = _workload(format, scheme, w1, w2, activation)
+    workload = workload_of({"w1": w1, "w2": w2}, activation, format=format, activations=scheme)
     tensors = _fp8_tensors(workload, w1, w2, w1_scale, w2_scale)
     if scheme == "fp8_static":
         assert a1q_scale is not None
@@ -230,16 +229,10 @@ def cutlass_moe_w4a8_fp8(
     else:
         if w1_scale is None or w2_scale is None:
             raise UnsupportedError("w1_q in rows needs w1_scale and w2_scale")
-        workload = _workload("w4a8", "fp8_token", w1_q, w2_q, activation, packed=2)
-        E, H, I = workload.experts, workload.hidden, workload.intermediate
-        check_weight({"w1_q": w1_q, "w1_scale": w1_scale}, "w4a8", (E, w1_q.shape[1], H))
-        check_weight({"w2_q": w2_q, "w2_scale": w2_scale}, "w4a8", (E, H, I))
-        tensors = {
-            "w13_qdata": w1_q.contiguous(),
-            "w13_scale": w1_scale.contiguous(),
-            "w2_qdata": w2_q.contiguous(),
-            "w2_scale": w2_scale.contiguous(),
-        }
+        codes = {"w1_q": w1_q, "w2_q": w2_q}
+        workload = workload_of(codes, activation, format="w4a8", activations="fp8_token", packed=2)
+        weights = {"w1_q": w1_q, "w1_scale": w1_scale, "w2_q": w2_q, "w2_scale": w2_scale}
+        tensors = stacked_tensors(weights, workload)
         chosen = select(workload, backend, layout=STACKED)
     _check_global(global_num_experts, expert_map, workload)
     return run_experts(
@@ -293,46 +286,19 @@ def _scheme(
     return "fp8_static"
 
 
-def _workload(
-    format: str, scheme: str, w1: Tensor, w2: Tensor, act_fn: ActFn, *, packed: int = 1
-) -> Workload:
-    """What is asked for, from weights with `packed` columns a byte."""
-    check_act_fn(act_fn)
-    halves = 2 if act_fn.gated else 1
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != halves * w2.shape[2] * packed:
-        raise UnsupportedError(
-            f"w1 is {list(w1.shape)} and w2 {list(w2.shape)}, but with {act_fn} they must be "
-            f"[E, {'2 * ' if act_fn.gated else ''}I, H] and [E, H, I]"
-        )
-    return Workload(
-        format=format,
-        activations=scheme,
-        experts=w1.shape[0],
-        hidden=w1.shape[2] * packed,
-        intermediate=w2.shape[2] * packed,
-        device=w1.device,
-        act_fn=act_fn,
-    )
-
-
 def _fp8_tensors(
     workload: Workload, w1: Tensor, w2: Tensor, w1_scale: Tensor, w2_scale: Tensor
 ) -> dict[str, Tensor]:
     """The weights as the layout `stacked` has them."""
     format, E, H = workload.format, workload.experts, workload.hidden
-    assert padded_rows(format, workload.intermediate) == workload.intermediate
     w1_scale = _three_dimensions("w1_scale", w1_scale, format, (E, w1.shape[1], H))
     w2_scale = _three_dimensions("w2_scale", w2_scale, format, (E, H, workload.intermediate))
-    check_weight({"w1": w1, "w1_scale": w1_scale}, format, (E, w1.shape[1], H))
-    check_weight({"w2": w2, "w2_scale": w2_scale}, format, (E, H, workload.intermediate))
+    weights = {"w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale}
+    tensors = stacked_tensors(weights, workload)
     if format == "fp8_tensor" and workload.act_fn.gated:
-        w1_scale = w1_scale.expand(E, 2, 1)  # that of gate, and that of up
-    return {
-        "w13_qdata": w1.contiguous(),
-        "w13_scale": w1_scale.contiguous(),
-        "w2_qdata": w2.contiguous(),
-        "w2_scale": w2_scale.contiguous(),
-    }
+        # That of gate, and that of up.
+        tensors["w13_scale"] = tensors["w13_scale"].expand(E, 2, 1).contiguous()
+    return tensors
 
 
 def _three_dimensions(

@@ -240,7 +240,11 @@ def test_the_call_without_a_module_says_why_it_cannot_run_here():
     w13, w2 = (torch.zeros(2, 256, 128).to(torch.float8_e4m3fn) for _ in range(2))
     scales = torch.ones(2, 2, 1), torch.ones(2, 1, 1)
     call = (torch.zeros(3, 128), w13, w2.mT, *scales, torch.ones(3, 1), torch.zeros(3, 1))
-    with pytest.raises(UnsupportedError, match=r"w13 is \[2, 256, 128\] and w2 \[2, 128, 256\]"):
+    reason = (
+        r"^w13 is \[2, 256, 128\] and w2 \[2, 128, 256\], but with silu they must be "
+        r"\[E, 2 \* Ip, H\] and \[E, H, I\], Ip the next multiple of 128 from I on; "
+    )
+    with pytest.raises(UnsupportedError, match=reason):
         deep_gemm_moe_fp8(*call)
     with pytest.raises(UnsupportedError, match="deep_gemm_moe_fp8 needs a CUDA device"):
         deep_gemm_moe_fp8(*call[:2], w2[:, :128].mT[:, :, :128], *call[3:])

@@ -440,6 +440,10 @@ def test_weights_that_do_not_fit_are_refused():
     w1, w2, _ = layer("fp8_channel")
     with pytest.raises(UnsupportedError, match=r"must be \[E, 2 \* I, H\] and \[E, H, I\]"):
         run_fp8(w2, w1, *call())
+    w1, w2, _ = layer("w4a8")
+    reason = r"^w1_q is .* and w2_q .*, but with silu .* \[E, 2 \* I, H / 2\] and \[E, H, I / 2\]$"
+    with pytest.raises(UnsupportedError, match=reason):
+        run_w4a8(w2, w1, *call())
 
 
 def run_w4a8(w1, w2, *call, **options):
