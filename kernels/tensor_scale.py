@@ -67,11 +67,6 @@ class TensorScale:
             `value`.
         """
         rows = x.shape[0] if row_of_pair is None else row_of_pair.shape[0]
-        used = "all"
-        if row_of_pair is not None:
-            used = "sorted"
-        elif counts is not None:
-            used = "batched"
         programs = min(rows, _PROGRAMS)
         overlap = overlaps_launches(x.device)
         if programs:
@@ -86,7 +81,8 @@ class TensorScale:
                 triton.cdiv(rows, programs),
                 capacity,
                 K=x.shape[1],
-                ROWS=used,
+                SORTED=row_of_pair is not None,
+                BATCHED=counts is not None,
                 BLOCK=min(_BLOCK, triton.next_power_of_2(x.shape[1])),
                 OVERLAP=overlap,
                 num_warps=8,
@@ -116,7 +112,8 @@ def find_largest(
     rounds,
     capacity,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    SORTED: tl.constexpr,
+    BATCHED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -126,10 +123,10 @@ def find_largest(
     for i in range(rounds):
         row = tl.program_id(0).to(tl.int64) + i * tl.num_programs(0)
         used = row < rows
-        if ROWS == "sorted":
+        if SORTED:
             row = tl.load(row_of_pair + row, mask=used, other=-1).to(tl.int64)
             used = row >= 0
-        if ROWS == "batched":
+        if BATCHED:
             used &= row % capacity < tl.load(counts + row // capacity, mask=used, other=0)
         columns = tl.where(used, K, 0)
         for first in range(0, K, BLOCK):

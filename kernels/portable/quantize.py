@@ -44,11 +44,6 @@ def quantize_rows(
     if programs == 0:
         return
     overlap = overlaps_launches(x.device)
-    rows = "all"
-    if row_of_pair is not None:
-        rows = "sorted"
-    elif counts is not None:
-        rows = "batched"
     launch(
         quantize_row,
         (programs,),
@@ -62,7 +57,8 @@ def quantize_rows(
         K=x.shape[1],
         GROUPED=out.scheme == "fp8_group128",
         STATIC=static is not None,
-        ROWS=rows,
+        SORTED=row_of_pair is not None,
+        BATCHED=counts is not None,
         BLOCK=min(_BLOCK, triton.next_power_of_2(max(x.shape[1], 128))),
         NATIVE=has_native_e4m3(x.device),
         OVERLAP=overlap,
@@ -83,7 +79,8 @@ def quantize_row(
     K: tl.constexpr,
     GROUPED: tl.constexpr,
     STATIC: tl.constexpr,
-    ROWS: tl.constexpr,
+    SORTED: tl.constexpr,
+    BATCHED: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -91,11 +88,11 @@ def quantize_row(
     """One program: one row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    if ROWS == "sorted":
+    if SORTED:
         row = tl.load(row_of_pair + row).to(tl.int64)
         if row < 0:
             return
-    if ROWS == "batched" and row % capacity >= tl.load(counts + row // capacity):
+    if BATCHED and row % capacity >= tl.load(counts + row // capacity):
         return
     GROUPS: tl.constexpr = BLOCK // 128
     amax = tl.zeros([GROUPS], tl.float32)
