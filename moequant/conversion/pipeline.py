@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -60,7 +59,7 @@ from moequant.statistics import InputScales, Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import existing_parent, explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
-from moequant.storage.folder import is_adapter
+from moequant.storage.folder import given_folder, is_adapter
 from moequant.storage.headers import TensorInfo
 from moequant.storage.hub_folder import (
     Download,
@@ -219,7 +218,7 @@ def convert(
         read_architectures(architecture)
     measured = None if statistics is None else Statistics.load(statistics)
     sensitive = None if keep_sensitive is None else parse_kept(keep_sensitive, measured)
-    target = _output_path(output)
+    target = given_folder("output", output, what="a folder to write", error=MoequantError)
     if delete_source_shards:
         _check_deletable(source, revision, executor, measured)
     # A cluster's machines open a directory, and statistics are compared with all weights first.
@@ -460,13 +459,6 @@ def _refusal_of_output(work: _Work) -> MoequantError | None:
     except MoequantError as error:
         return error
     return None
-
-
-def _output_path(output: str | Path) -> Path:
-    if "\0" in str(output):
-        raise MoequantError(f"{output!r}: not a path, because it has a NUL character")
-    # Not Path.expanduser, which raises for ~name of an unknown user.
-    return Path(os.path.expanduser(output))  # noqa: PTH111
 
 
 def _convert(work: _Work, workers: int, progress: Progress) -> ConversionResult:

@@ -213,8 +213,10 @@ def cutlass_moe_w4a8_fp8(
 
     Raises:
         UnsupportedError: another group size, scales with panels or none without, weights on several
-            devices, no backend that runs this, or as `FusedExperts.forward`.
-        CheckpointError: weights or scales of another shape or dtype.
+            devices, weights that do not go together, no backend that runs this, or as
+            `FusedExperts.forward`.
+        CheckpointError: weights in rows or scales of another dtype, or of a shape that the weights
+            do not have.
     """
     if group_size != GROUP:
         raise UnsupportedError(

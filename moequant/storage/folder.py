@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from reprlib import repr as show
 from typing import TYPE_CHECKING
 
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.storage.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -121,18 +121,26 @@ def check_is_checkpoint(root: Path) -> None:
         raise CheckpointError(f"{root}: {UNFINISHED}")
 
 
-def given_folder(argument: str, value: object) -> Path:
+def given_folder(
+    argument: str,
+    value: object,
+    *,
+    what: str = "a checkpoint's folder",
+    error: type[MoequantError] = CheckpointError,
+) -> Path:
     """The path of a folder that a caller gives, whether or not it exists; "~" is a home folder.
 
     Args:
         argument: its name, for messages.
         value: what is given.
+        what: what has its path there, likewise.
+        error: what is raised where no folder can have that path.
 
     Raises:
-        CheckpointError: no folder can have that path.
+        CheckpointError: no folder can have that path; or as `error` says.
         UnsupportedError: it is neither a text nor a path.
     """
-    wanted = "but must be the path of a checkpoint's folder"
+    wanted = f"but must be the path of {what}"
     # os.fspath, because not every os.PathLike is a text.
     given = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
@@ -141,15 +149,13 @@ def given_folder(argument: str, value: object) -> Path:
     path = Path(os.path.expanduser(given))  # noqa: PTH111
     try:
         path.stat()
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise CheckpointError(
-                f"{argument} is {show(given)}, {wanted}: {error.strerror}; give a shorter path"
-            ) from error
-    except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise CheckpointError(
-            f"{argument} is {show(given)}, {wanted}: {error}; remove that character"
-        ) from error
+    except OSError as why:
+        if why.errno == errno.ENAMETOOLONG:
+            raise error(
+                f"{argument} is {show(given)}, {wanted}: {why.strerror}; give a shorter path"
+            ) from why
+    except ValueError as why:  # a NUL, or half of a surrogate pair
+        raise error(f"{argument} is {show(given)}, {wanted}: {why}; remove that character") from why
     return path
 
 

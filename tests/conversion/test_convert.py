@@ -696,3 +696,18 @@ def test_an_earlier_quantizations_files_do_not_come_along(own_source, tmp_path):
     (own_source / "hf_quant_config.json").write_text("{}")
     out = convert(own_source, tmp_path / "out", format="mxfp4").output
     assert not (out / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "said"),
+    [
+        ("\ud800", MoequantError, r"^output is '\\ud800', .* a folder to write: .*; remove that"),
+        ("a\0b", MoequantError, r"^output is 'a\\x00b', .*: embedded null byte; remove that"),
+        ("x" * 300, MoequantError, r"^output is 'xxx.*: File name too long; give a shorter path"),
+        (None, UnsupportedError, r"^output is None, .* a folder to write, as a str or Path"),
+    ],
+    ids=["surrogate", "NUL", "long", "None"],
+)
+def test_an_output_that_no_folder_can_have_is_refused_by_name(tmp_path, output, error, said):
+    with pytest.raises(error, match=said):
+        convert(tmp_path, output, format="mxfp4")
