@@ -130,7 +130,7 @@ def markdown(document: Mapping[str, Any]) -> str:
             reasons.setdefault(reason, []).append(f"`{model_type}`")
     not_loaded = [[", ".join(types), reason] for reason, types in reasons.items()]
     lines += ["", *_table(["`model_type`", "", "the test"], by_hand)]
-    return "\n".join([*lines, "", *_table(["`model_type`", "transformers 5.23"], not_loaded)])
+    return "\n".join([*lines, "", *_table(["`model_type`", "transformers 5.24"], not_loaded)])
 
 
 def _short(names: Sequence[str]) -> str:

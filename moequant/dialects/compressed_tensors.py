@@ -17,13 +17,13 @@ Decisions, each with the failure it prevents:
 Several formats in a checkpoint have one group each, which targets all children of a parent by a
 regex, because SGLang also looks up fused names such as `qkv_proj`. Only `w4a8` keeps `Linear` and
 sets the top-level `format`, because SGLang accepts nothing else. Its group comes last: transformers
-5.23 has one scheme for all experts, that of the first group with a regex containing `experts`, and
+5.24 has one scheme for all experts, that of the first group with a regex containing `experts`, and
 one for all other modules, that of the first group without. So transformers cannot load routed
 experts in two formats; vLLM and SGLang can.
 
 Sources: compressed-tensors 0.20 `quantization/quant_scheme.py` (presets W4AFP8, NVFP4A16,
 MXFP4A16, FP8_BLOCK) and `utils/match.py`; vLLM 0.33 and SGLang 0.5.23
-`quantization/compressed_tensors/`; transformers 5.23 `integrations/compressed_tensors.py`.
+`quantization/compressed_tensors/`; transformers 5.24 `integrations/compressed_tensors.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Decisions, each with the failure it prevents:
   takes the bytes of E8M0 scales of experts for numbers.
 
 Sources: vLLM 0.33 `models/deepseek_v4/quant_config.py` and `nvidia/model.py`; SGLang 0.5.23
-`configs/model_config.py`, `configs/deepseek_v4.py` and `models/deepseek_v4.py`; transformers 5.23
+`configs/model_config.py`, `configs/deepseek_v4.py` and `models/deepseek_v4.py`; transformers 5.24
 `integrations/finegrained_fp8.py` and `conversion_mapping.py`.
 """
 

@@ -13,11 +13,11 @@ Decisions, each with the failure it prevents:
 * A kept block of experts is listed as `model.layers.3.mlp.experts`, not expert by expert, because
   transformers looks up the block, which longer names do not match.
 * No `scale_fmt`, although the scales are powers of two: it says how scales are *stored*. With it,
-  transformers 5.23 would create E8M0 parameters for FP32 tensors, and SGLang 0.5.23 would also
+  transformers 5.24 would create E8M0 parameters for FP32 tensors, and SGLang 0.5.23 would also
   round the activation scales of linear layers. Without it both read FP32. The dialect fp8-ue8m0 is
   the one with it.
 
-Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, transformers 5.23
+Sources: vLLM 0.33 `quantization/fp8.py`, SGLang 0.5.23 `quantization/fp8.py`, transformers 5.24
 `integrations/finegrained_fp8.py` and `quantizers/quantizers_utils.py`.
 """
 

@@ -9,7 +9,7 @@ Decisions, each with the failure it prevents:
 
 * `routed_experts_quant_method: mxfp4` for SGLang, `expert_dtype: fp4` for transformers: neither
   looks for the other's word, and both take experts for FP8 without their own.
-* Codes are I8 and not U8: transformers 5.23 unpacks two codes only from I8.
+* Codes are I8 and not U8: transformers 5.24 unpacks two codes only from I8.
 * Scales are E8M0 and not bytes: SGLang 0.5.23 copies them into FP32 parameters, where the byte of
   1 would become 127.
 * `weight_block_size` also where nothing is in FP8 blocks: SGLang creates the scales of MXFP4
@@ -19,7 +19,7 @@ vLLM 0.33 loads the FP8 blocks. It takes MXFP4 experts only of the models that i
 released so, by a rule of each model.
 
 Sources: SGLang 0.5.23 `configs/model_config.py`, `quantization/fp8.py` and `mxfp4_*_moe.py`; vLLM
-0.33 `quantization/fp8.py` and `models/bailing_moe_v3.py`; transformers 5.23
+0.33 `quantization/fp8.py` and `models/bailing_moe_v3.py`; transformers 5.24
 `integrations/finegrained_fp8.py`.
 """
 

@@ -8,7 +8,7 @@ Biases do not change. All other weights keep their source dtype.
 three engines are known to load. They never treat anything but experts as MXFP4.
 
 Sources: openai/gpt-oss-20b, config.json; vLLM 0.33 and SGLang 0.5.23, `quantization/mxfp4.py` and
-`models/gpt_oss.py`; transformers 5.23 `integrations/mxfp4.py`.
+`models/gpt_oss.py`; transformers 5.24 `integrations/mxfp4.py`.
 """
 
 from __future__ import annotations

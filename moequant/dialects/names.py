@@ -128,7 +128,7 @@ class ModulePatterns:
                 numbers += 1
                 parts.append(part if numbers <= fixed_numbers else r"\d+")
             elif part == "shared_experts":
-                # transformers 5.23 assumes that a regex containing "experts" means routed ones.
+                # transformers 5.24 assumes that a regex containing "experts" means routed ones.
                 parts.append("shared_expert[s]")
             else:
                 parts.append(re.escape(part))

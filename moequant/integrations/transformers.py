@@ -48,6 +48,12 @@ if TYPE_CHECKING:
     from moequant.weights.converted import ConvertedCheckpoint
 
 _GENERATION_CONFIG = "generation_config.json"
+CANNOT_RUN = {
+    ("5.24.0", "Llama4ForConditionalGeneration"): (
+        "its forward reads `image_outputs` of what its language model returns, which has none"
+    ),
+}
+"""Classes of releases of transformers that stop in every forward, and why."""
 _COMPARED = {
     "layers": "layers",
     "sparse_layers": "layers with experts",
@@ -277,7 +283,7 @@ def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreT
     """The class of a language model, or of a larger model that contains one.
 
     Raises:
-        UnsupportedError: transformers has neither for this config.
+        UnsupportedError: transformers has neither for this config, or one that cannot run.
     """
     for classes in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -285,11 +291,20 @@ def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreT
     ):
         found = classes.get(type(config), None)
         if found is not None and isinstance(config, found.config_class):
+            _check_runs(transformers.__version__, found.__name__)
             return cast("type[PreTrainedModel]", found)
     raise UnsupportedError(
         f"config.json: transformers {transformers.__version__} has neither a causal language model "
         f"nor an image-text-to-text model for model_type {config.model_type!r}"
     )
+
+
+def _check_runs(version: str, name: str) -> None:
+    if why := CANNOT_RUN.get((version, name)):
+        raise UnsupportedError(
+            f"transformers {version} cannot run {name}: {why}; install another release: "
+            "pip install 'transformers!=" + version + "'"
+        )
 
 
 def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -84,7 +84,7 @@ def test_a_refusal_names_engine_place_and_reason_behind_the_report(run, fp8):
 def test_what_nobody_knows_is_no_yes(run, fp8):
     result = run("check", fp8, "--engine", "transformers", "--tp", "2")
     assert result.exit_code == 4
-    assert "transformers 5.23: not known, no rule is about this" in result.stderr
+    assert "transformers 5.24: not known, no rule is about this" in result.stderr
 
 
 def test_no_layers_are_refused(run, fp8):

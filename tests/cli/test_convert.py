@@ -155,10 +155,10 @@ def test_the_document_says_what_quantized_and_a_slower_one_is_a_warning(
 def test_the_plan_and_the_result_say_which_engines_load_it(run, source, tmp_path):
     arguments = ("convert", source, tmp_path / "out", "--format", "nvfp4")
     planned = run(*arguments, "--dry-run").stdout
-    assert "transformers 5.23   no, see the warning   a test" in planned
+    assert "transformers 5.24   no, see the warning   a test" in planned
     assert "vLLM 0.33           yes                   its sources" in planned
     done = run(*arguments).stdout.splitlines()
-    line = "Engines that load it: transformers 5.23 no, vLLM 0.33 yes, SGLang 0.5.23 yes."
+    line = "Engines that load it: transformers 5.24 no, vLLM 0.33 yes, SGLang 0.5.23 yes."
     assert line in done
     document = run(*arguments, "--json", "--dry-run").document
     (transformers, _, _) = document["engines"]

@@ -45,7 +45,7 @@ def test_every_rule_has_a_source_and_a_version_and_what_to_do():
         assert rule.loads or rule.next, rule.id
         assert rule.source, rule.id
         if rule.known == "read" and not {*rule.engines} <= own and rule.id != "unquantized":
-            versions = ("vllm 0.33.0", "sglang 0.5.23", "transformers 5.23.0", "the formats:")
+            versions = ("vllm 0.33.0", "sglang 0.5.23", "transformers 5.24.0", "the formats:")
             assert any(version in rule.source for version in versions), rule.id
 
 

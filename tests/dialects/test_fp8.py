@@ -1,4 +1,4 @@
-"""Against transformers 5.23, and what strangers write."""
+"""Against transformers 5.24, and what strangers write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against loaders of SGLang 0.5.23 and transformers 5.23, and releases that say E8M0 or MXFP4."""
+"""Against loaders of SGLang 0.5.23 and transformers 5.24, and releases that say E8M0 or MXFP4."""
 
 from __future__ import annotations
 

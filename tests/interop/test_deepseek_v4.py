@@ -42,7 +42,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 RENAMED = {"embed_tokens.weight": "embed.weight", "hc_head.hc_": "hc_head_"}
-"""Names of the release where transformers 5.23 saves others, besides `model.` in front."""
+"""Names of the release where transformers 5.24 saves others, besides `model.` in front."""
 OTHERS = ("attention", "shared_experts")
 
 

@@ -59,7 +59,7 @@ def qwen3_5_moe(path):
 
 
 def qwen3_vl_moe(path):
-    """As it was released; transformers 5.23 turns the matrices as it loads, and not as it saves."""
+    """As it was released; transformers 5.24 turns the matrices as it loads, and not as it saves."""
     vision = {
         "depth": 1,
         "hidden_size": 32,

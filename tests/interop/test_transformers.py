@@ -73,7 +73,7 @@ MODELS = {
 }
 UE8M0 = "fp8-ue8m0"
 LOADED = ("fp8_block", "mxfp4", "w4a8", "fp8_channel", "fp8_tensor")
-"""Formats that transformers 5.23 loads right; nvfp4 it loads without the global scale."""
+"""Formats that transformers 5.24 loads right; nvfp4 it loads without the global scale."""
 STATIC = {"fp8_tensor": 0.25}
 """Static scales of activations, of formats that come with them."""
 

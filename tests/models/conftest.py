@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from moequant.integrations.transformers import CANNOT_RUN
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def as_it_is(tensors):
 class Case:
     """One model_type: a class of transformers, which layers hold experts, and what a release does.
 
-    `released` turns what transformers 5.23 saves into what the release has on disk, where that is
+    `released` turns what transformers 5.24 saves into what the release has on disk, where that is
     not the same; `loadable` adds what it wants and the release has not. `stack`, of a release that
     stacks experts, puts [E, I, H], [E, I, H] and [E, H, I] of gate, up and down together: two
     tensors, or three. `written` turns the config.json that is saved into the release's.
@@ -91,12 +93,12 @@ def stacked_by_hand(tensors):
 
 
 def turned_by_hand(tensors):
-    """Qwen3-VL: transformers 5.23 turns the matrices as it loads them, and not as it saves them."""
+    """Qwen3-VL: transformers 5.24 turns the matrices as it loads them, and not as it saves them."""
     return {n: w.mT if ".mlp.experts." in n else w for n, w in tensors.items()}
 
 
 def renamed_by_hand(tensors):
-    """Kimi-K2.5: transformers 5.23 saves other names of layers and of a norm than it loads."""
+    """Kimi-K2.5: transformers 5.24 saves other names of layers and of a norm than it loads."""
     renamed = {
         "language_model.model.blocks.": "language_model.model.layers.",
         "model.mm_projector.": "mm_projector.",
@@ -107,7 +109,7 @@ def renamed_by_hand(tensors):
 
 
 def without_zero_experts(tensors):
-    """LongCat: transformers 5.23 keeps a gate and an up of experts that have none, and no down."""
+    """LongCat: transformers 5.24 keeps a gate and an up of experts that have none, and no down."""
     surplus = tuple(f".experts.{e}." for e in range(E, E + ZERO_EXPERTS))
     return {n: w for n, w in tensors.items() if not any(part in n for part in surplus)}
 
@@ -122,7 +124,7 @@ def with_zero_experts(tensors):
 
 
 def named_as_released(tensors):
-    """DeepSeek-V4: transformers 5.23 saves `model.` and three names that it reads otherwise."""
+    """DeepSeek-V4: transformers 5.24 saves `model.` and three names that it reads otherwise."""
     renamed = {"embed_tokens.weight": "embed.weight", "hc_head.hc_": "hc_head_"}
     for old, new in renamed.items():
         tensors = {n.replace(old, new): w for n, w in tensors.items()}
@@ -722,10 +724,23 @@ def hy_v4(s):
     return t.HYV4Config(**s.common | s.mla | KINDS | INDEXER)
 
 
+@case(t.HYV4VLForConditionalGeneration, (1, 2), stack=halves)
+def hy_v4_vl(s):
+    vision = {**VISION, "patch_size": 14, "max_image_size": 28, "out_hidden_size": s.H}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    language_model = s.common | s.mla | KINDS | INDEXER | {"rope_parameters": rope}
+    return t.HYV4VLConfig(text_config=language_model, vision_config=vision)
+
+
 @case(t.Kolibri1ForCausalLM, (0, 1, 2))
 def kolibri1(s):
     sizes = without(s.common, "intermediate_size")
     return t.Kolibri1Config(**sizes, **s.experts, **SHARED, head_dim=16)
+
+
+@case(t.LaraMiniForCausalLM, (0, 1, 2), stack=halves)
+def lara_mini(s):
+    return t.LaraMiniConfig(**s.common, **s.experts, **SHARED, **LINEAR_ATTENTION)
 
 
 @case(t.MellumForCausalLM, (1, 2))
@@ -933,6 +948,13 @@ def save(tmp_path_factory):
         return made[model_type, sizes]
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def llama4_runs(monkeypatch):
+    """In transformers 5.24.0 Llama 4 reads a field that its language model's output has not."""
+    monkeypatch.delitem(CANNOT_RUN, ("5.24.0", "Llama4ForConditionalGeneration"))
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
 
 
 @pytest.fixture(params=build(*SMALL))

@@ -27,6 +27,7 @@ ACT_FNS = {
     "deepseek_v4": ActFn(name="silu", limit=10.0),
     "glm5_next": ActFn(name="silu", limit=10.0),
     "hy_v4": ActFn(name="silu", limit=10.0),
+    "hy_v4_vl": ActFn(name="silu", limit=10.0),
 }
 
 

@@ -30,12 +30,12 @@ NOT_STATIC = {
     "deepseek_v4": "no static cache for layers of type",
     "minimax": "has a cache of its own class",
 }
-"""Whose states no static cache of transformers 5.23 holds."""
+"""Whose states no static cache of transformers 5.24 holds."""
 NOT_CAPTURED = {
     "dbrx", "glm5_next", "kimi_k25", "longcat_flash", "qwen4_exp", "qwen4_exp_text", "step3p5",
     "step3p7",
 }  # fmt: skip
-"""Whose decoding step waits for the device in transformers 5.23, outside of experts in batches."""
+"""Whose decoding step waits for the device in transformers 5.24, outside of experts in batches."""
 DOES_NOT_GENERATE = {"qwen3_omni_moe"}
 """Its language model alone lacks a field of its config that `generate` wants."""
 

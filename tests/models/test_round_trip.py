@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -19,7 +20,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import dequantize
 from moequant.integrations.generation import Prompts
-from moequant.integrations.transformers import load_model, replace_experts
+from moequant.integrations.transformers import CANNOT_RUN, load_model, replace_experts
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
 from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
@@ -157,7 +158,7 @@ def test_the_rebuilt_model_computes_what_the_original_does(saved, tmp_path):
 SQUARE = (256, 256)
 """What every format takes; and no shape tells down from its transpose."""
 SIZES = {
-    # transformers 5.23 turns what has not the shape it wants: of a square down it does not know.
+    # transformers 5.24 turns what has not the shape it wants: of a square down it does not know.
     "qwen3_vl_moe": (256, 512),
 }
 ONE_OF_EACH_KIND = {
@@ -235,12 +236,12 @@ def always(some):
 
 
 IN_FP8 = {
-    "minimax_m3_vl", "hy_v3", "laguna", "kimi_linear", "bailing_hybrid",
-    "deepseek_v4", "gemma4", "gemma4_text", "granitemoe", "granitemoehybrid", "granitemoeshared",
-    "kimi_k2", "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
-    "qwen3_vl_moe", "step3p5", "step3p7", "axk2", "granitemoe_swa", "hy_v4", "mistral4",
-    "mistral3", "mistral_large4", "glm5_next", "qwen4_exp", "qwen4_exp_text", "deepseek_ocr2",
-    "unlimited_ocr", "qwen3_omni_moe", "deepseek_vl_v2",
+    "minimax_m3_vl", "hy_v3", "laguna", "kimi_linear", "bailing_hybrid", "deepseek_v4",
+    "gemma4", "gemma4_text", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_k2",
+    "kimi_k25", "llama4", "llama4_text", "longcat_flash", "nemotron_h", "phimoe",
+    "qwen3_vl_moe", "step3p5", "step3p7", "axk2", "granitemoe_swa", "hy_v4", "hy_v4_vl",
+    "lara_mini", "mistral4", "mistral3", "mistral_large4", "glm5_next", "qwen4_exp",
+    "qwen4_exp_text", "deepseek_ocr2", "unlimited_ocr", "qwen3_omni_moe", "deepseek_vl_v2",
 }  # fmt: skip
 """Of which the table speaks, or that do not load in MXFP4."""
 
@@ -330,6 +331,7 @@ OUR_EXPERTS_IN = [
     "hy_v4",
     "kimi_linear",
     "laguna",
+    "lara_mini",
     "mistral4",
     "nemotron_h",
     "qwen4_exp_text",
@@ -433,8 +435,8 @@ def test_a_router_that_asks_for_more_is_refused_by_the_runtime(models, tmp_path,
 
 WITH_VISION = ["gemma4", "qwen3_5_moe"]
 WITH_VISION_IN_FULL = [
-    "deepseek_ocr2", "glm4v_moe", "glm5_next", "kimi_k25", "minimax_m3_vl", "mistral3",
-    "mistral_large4", "qwen3_vl_moe", "qwen4_exp", "step3p7", "unlimited_ocr",
+    "deepseek_ocr2", "glm4v_moe", "glm5_next", "hy_v4_vl", "kimi_k25", "minimax_m3_vl",
+    "mistral3", "mistral_large4", "qwen3_vl_moe", "qwen4_exp", "step3p7", "unlimited_ocr",
 ]  # fmt: skip
 
 
@@ -474,6 +476,19 @@ def test_every_model_type_is_loaded_or_refused_by_one_test(models):
     }
     loaded = {*OUR_EXPERTS_IN, *IN_FULL_TOO, *WITH_VISION, *WITH_VISION_IN_FULL, *elsewhere}
     assert set(models) - loaded == {*WITHOUT_A_CLASS, *ROUTED_OTHERWISE, "qwen3_omni_moe"}
+
+
+def test_a_class_whose_every_forward_stops_is_refused(save, tmp_path, monkeypatch):
+    """And is no longer once transformers has mended it."""
+    saved = save("llama4")
+    out = convert(saved.checkpoint.path, tmp_path / "out", format="mxfp4").output
+    monkeypatch.undo()  # of `llama4_runs`
+    name = "Llama4ForConditionalGeneration"
+    assert {key for key in CANNOT_RUN if key[0] == transformers.__version__} == {("5.24.0", name)}
+    with pytest.raises(AttributeError, match="image_outputs"):
+        logits(saved.model)
+    with pytest.raises(UnsupportedError, match=rf"5\.24\.0 cannot run {name}: .* another release"):
+        load_model(out)
 
 
 def test_a_model_whose_language_model_lies_deeper_is_refused(save, tmp_path):

@@ -94,9 +94,9 @@ def test_only_engines_that_load_it_have_a_command_and_it_says_how_that_is_known(
     card = plan_push(converted, REPO, verification=report).card
     assert f"```shell\nvllm serve {REPO}\n```" in card
     assert "| vLLM 0.33 | yes | its sources |" in card
-    assert "| transformers 5.23 | no | a test |" in card
+    assert "| transformers 5.24 | no | a test |" in card
     assert "from_pretrained" not in card
-    assert "* transformers 5.23: transformers 5.23 loads NVFP4 experts without" in card
+    assert "* transformers 5.24: transformers 5.24 loads NVFP4 experts without" in card
 
 
 def test_options_that_an_engine_needs_are_in_its_command(source, make_checkpoint, tmp_path):

@@ -26,7 +26,7 @@ def test_a_page_has_the_verdict_and_a_figure_of_each_kind(report_of, read_page):
     assert total[:2] == ["nvfp4", "24"]
     engines = page.rows("Engines, and numbers of ranks at which they load it")
     assert engines["vLLM 0.33"][0] == "✓ yes"
-    assert engines["transformers 5.23"][0] == "✗ no"
+    assert engines["transformers 5.24"][0] == "✗ no"
     kernels = page.tables["Kernels of the experts on each GPU"]
     assert any("Humming (16-bit activations)" in row for row in kernels)
     title, *fits = page.tables["Least numbers of ranks at which the weights fit"]
