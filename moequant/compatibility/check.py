@@ -201,7 +201,8 @@ def check_checkpoint(
         layers: as for `examine`.
 
     Raises:
-        CheckpointError: a malformed config, or an unreadable file.
+        CheckpointError: a malformed config, an unreadable file, or experts that are not those of
+            config.json.
         UnsupportedError: an unknown architecture, dialect, scheme or GPU.
     """
     names = [*GPUS] if gpu is None else [find_gpu(gpu).name]

@@ -22,7 +22,12 @@ from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError
 from moequant.formats import STATIC_SCHEMES
-from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS, find_architecture
+from moequant.models import (
+    ROUTED_EXPERTS,
+    SHARED_EXPERTS,
+    check_experts,
+    find_architecture,
+)
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
     find_source_dialect,
@@ -71,7 +76,8 @@ def examine(
             and LAYERS_OF_HUB of a checkpoint on the hub.
 
     Raises:
-        CheckpointError: a malformed config, or an unreadable file.
+        CheckpointError: a malformed config, an unreadable file, or experts that are missing or
+            unexpected by config.json.
         UnsupportedError: an unknown architecture, dialect or scheme.
     """
     config = source_config(checkpoint)
@@ -82,6 +88,8 @@ def examine(
     quantization_config = quantization_config_of(config)
     if quantization_config is None:
         _check_plain(checkpoint)
+        roles = {name: architecture.classify(name) for name in checkpoint.tensors}
+        check_experts(architecture, moe, roles, checkpoint.tensors)
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
@@ -137,6 +145,7 @@ def _of_quantized(
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
         defects += header_defects(modules, tensors, architecture, dialect, config, classes)
+        check_experts(architecture, moe, {f"{m.name}.weight": m.role for m in modules}, {})
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, layers)

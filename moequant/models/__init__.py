@@ -11,6 +11,7 @@ from moequant.models.architecture import (
 from moequant.models.model import (
     Model,
     biases_of,
+    check_experts,
     read_model,
 )
 from moequant.models.moe_config import PROJECTIONS, MoeConfig
@@ -37,6 +38,7 @@ __all__ = [
     "TensorRole",
     "architectures",
     "biases_of",
+    "check_experts",
     "find_architecture",
     "orientation",
     "read_architectures",

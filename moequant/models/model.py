@@ -86,6 +86,34 @@ def read_model(
     )
 
 
+def check_experts(
+    architecture: Architecture,
+    moe: MoeConfig,
+    roles: Mapping[str, TensorRole],
+    tensors: Mapping[str, HasShape],
+) -> None:
+    """Check that a checkpoint has the experts that config.json says, whatever they are stored as.
+
+    Args:
+        architecture: the checkpoint's.
+        moe: sizes of its expert layers, by config.json.
+        roles: those of its weights, by name. One without a number of an expert, of a tensor that
+            stacks them, stands for all experts of its layer.
+        tensors: the weights, by name, that are stored in their own shapes.
+
+    Raises:
+        CheckpointError: experts are missing or unexpected, or those that are not stacked have other
+            shapes; names the tensor.
+    """
+    experts = _Experts(architecture, moe, tensors)
+    routed = {name: role for name, role in roles.items() if role.role == ROUTED_EXPERTS}
+    if all(role.expert is not None for role in routed.values()):
+        experts.check_complete(routed)
+    else:
+        experts.check_layers(routed)
+    experts.check_shapes(routed)
+
+
 @dataclass(frozen=True)
 class _Experts:
     """Checks of the experts in a checkpoint; each raises a CheckpointError."""
@@ -197,6 +225,20 @@ class _Experts:
                 "checkpoints"
             )
         return layers
+
+    def check_layers(self, roles: Mapping[str, TensorRole]) -> None:
+        """Every layer that has experts by config.json is among `roles`, and no other is."""
+        moe = self.moe
+        for name, role in roles.items():
+            if role.layer not in {*moe.sparse_layers, *moe.optional_layers}:
+                raise self._surplus(name)
+        missing = set(moe.sparse_layers) - {role.layer for role in roles.values()}
+        if missing:
+            layer, projection = min(missing), moe.projections[0]
+            stacked = self.architecture.stacked
+            if stacked is not None:
+                raise self._missing(stacked.tensor(layer, projection))
+            raise self._missing(self.architecture.expert_tensor(layer, 0, projection))
 
     def check_biases(
         self, stacked: StackedExperts, layers: Iterable[int], roles: Mapping[str, TensorRole]

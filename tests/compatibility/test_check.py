@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -55,6 +56,42 @@ def test_no_output_of_ours_has_a_defect_and_check_says_what_convert_says(
     said = {engine.verdict.engine: engine.verdict for engine in report.engines}
     assert said.pop("moequant").loads
     assert {v.engine: v for v in plan.engines} == said
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "value", "message"),
+    [
+        (None, "num_hidden_layers", 3, r"layers\.2\.mlp\.experts\.0\.gate_proj\.weight: missing"),
+        (None, "num_hidden_layers", 1, r"layers\.1\.mlp\.experts\..*: not expected"),
+        (None, "num_experts", 3, r"layers\.0\.mlp\.experts\.3\..*: not expected"),
+        (None, "hidden_size", 128, r"layers\.0\.mlp\.experts\.0\..*: shape .* the shape"),
+        ("nvfp4", "num_hidden_layers", 3, r"experts\.0\.gate_proj\.weight: missing"),
+        ("nvfp4", "num_experts", 99, r"experts\..*\.weight: missing; config.json says 99 experts"),
+        ("fp8_block", "num_experts", 3, r"layers\.0\.mlp\.experts\.3\..*: not expected"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_config_are_refused(
+    converted, make_checkpoint, tmp_path, format, key, value, message
+):
+    """No engine loads them; each stops at the first tensor that is missing or has no place."""
+    made = make_checkpoint() if format is None else converted(format)
+    path = shutil.copytree(made, tmp_path / "c")
+    config = json.loads((path / "config.json").read_text())
+    assert config[key] != value
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize(("layers", "message"), [(3, "missing"), (1, "not expected")])
+def test_a_stack_of_experts_in_a_layer_that_is_not_of_the_config_is_refused(
+    make_checkpoint, tmp_path, layers, message
+):
+    path = shutil.copytree(make_checkpoint(model_type="gpt_oss"), tmp_path / "c")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    with pytest.raises(CheckpointError, match=rf"mlp\.experts\..*: {message}; config.json says"):
+        check_checkpoint(Checkpoint.open(path))
 
 
 ROUTED = ("routed_experts",)
