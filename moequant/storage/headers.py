@@ -73,6 +73,9 @@ _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "fetch the file again, or save it again with safetensors"
+# By the specification of Git LFS, a pointer begins so and has fewer than 1024 bytes.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LARGEST_LFS_POINTER = 1024
 
 
 class TensorInfo(NamedTuple):
@@ -179,7 +182,14 @@ def _header_length(source: FixedFile) -> int:
             f"{source.size_bytes} bytes, but a safetensors file begins with {LENGTH_BYTES} bytes "
             "with the length of its header",
         )
-    length = int.from_bytes(source.read(0, LENGTH_BYTES), "little")
+    start = bytes(source.read(0, LENGTH_BYTES))
+    if _LFS_POINTER.startswith(start) and source.size_bytes < _LARGEST_LFS_POINTER:
+        raise CheckpointError(
+            f"{source.path}: a Git LFS pointer of {source.size_bytes} bytes, not the weights, "
+            "which a clone without git-lfs leaves on the server; run `git lfs pull` in its folder, "
+            "or fetch the file again"
+        )
+    length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         raise _refusal(
             source.path, f"header of {length} bytes, but at most {MAX_HEADER_BYTES} are allowed"

@@ -122,6 +122,15 @@ def test_lying_file_is_refused_by_name(tmp_path: Path, content: bytes, named: st
     assert named in refusal(tmp_path, content)
 
 
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    """What a clone without git-lfs leaves; its first bytes would be a header of 2e18 bytes."""
+    oid = b"0" * 64
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 4993\n" % oid
+    message = refusal(tmp_path, pointer)
+    assert f"a Git LFS pointer of {len(pointer)} bytes" in message
+    assert "git lfs pull" in message
+
+
 def test_refusal_of_a_huge_value_stays_short(tmp_path: Path) -> None:
     message = refusal(tmp_path, encoded({"t" * 100_000: entry(shape=[-1] * 100_000)}))
     assert len(message) < 1000
