@@ -63,9 +63,27 @@ def _known_name(value: str, kind: str, known: Collection[str]) -> str:
     else:
         found = next((name for name in known if name.lower() == value.lower()), value)
         message = unknown_name(kind, value, known)
+        if kind == "target" and found not in known:
+            message = _target_of_gpu(value, known) or message
     if found not in known:
         raise click.BadParameter(message)
     return found
+
+
+def _target_of_gpu(name: str, targets: Collection[str]) -> str | None:
+    """What to give instead of a GPU's name; "h100" is spelt most like "sm100". None for others."""
+    from moequant.compatibility import find_gpu
+    from moequant.errors import UnsupportedError
+
+    try:
+        gpu = find_gpu(name)
+    except UnsupportedError:
+        return None
+    major, minor = gpu.capability
+    fitting = [target for target in targets if target == f"sm{major}0"]
+    known = ", ".join(targets)
+    what = f"{name} is a GPU of compute capability {major}.{minor}"
+    return f"{what}; {f'use {fitting[0]}' if fitting else f'no target is for it, only {known}'}"
 
 
 def examples(*commands: str) -> str:

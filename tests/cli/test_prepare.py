@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
+
 from moequant import convert
 from moequant.runtime.backends.triton_portable import TritonPortable
 
@@ -84,3 +86,17 @@ def test_source_checkpoint_exits_3(run, source):
 
 def test_unknown_target_is_wrong_usage(run, converted):
     assert run("prepare", converted, "--target", "sm42", "--json").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "advice"),
+    [
+        ("h100", "h100 is a GPU of compute capability 9.0; use sm90"),
+        ("B200", "B200 is a GPU of compute capability 10.0; use sm100"),
+        ("a100", "a100 is a GPU of compute capability 8.0; no target is for it, only sm90, sm100"),
+    ],
+)
+def test_a_gpu_in_place_of_a_target_is_answered_with_its_target(run, converted, gpu, advice):
+    result = run("prepare", converted, "--target", gpu)
+    assert result.exit_code == 2
+    assert advice in " ".join(result.stderr.split())
