@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 from moequant.errors import unknown_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRITABLE"
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
@@ -259,11 +259,23 @@ def check_written_file(
 
 
 def _check_plot(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A file to draw into; its suffix keeps a slip from replacing data or a config.json."""
-    if value is not None and value.name and value.suffix.lower() != ".svg":
+    """A click callback for a file to draw into."""
+    return _check_suffix(ctx, param, value, (".svg",))
+
+
+def check_page(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A click callback for an HTML page to write; `moequant push --report` takes these suffixes."""
+    return _check_suffix(ctx, param, value, (".html", ".htm"))
+
+
+def _check_suffix(
+    ctx: click.Context, param: click.Parameter, value: Path | None, suffixes: Sequence[str]
+) -> Path | None:
+    """A file to write; its suffix keeps a slip from replacing data or a config.json."""
+    if value is not None and value.name and value.suffix.lower() not in suffixes:
         raise click.BadParameter(
-            f"{value} does not end in .svg; name a file that does, such as "
-            f"{value.with_suffix('.svg')}",
+            f"{value} does not end in {suffixes[0]}; name a file that does, such as "
+            f"{value.with_suffix(suffixes[0])}",
             ctx,
             param,
         )

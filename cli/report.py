@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=options.FILE, metavar="FILE.html",
-    callback=options.check_written_file, default="report.html", show_default=True,
+    callback=options.check_page, default="report.html", show_default=True,
     help="The page to write; one that is there is replaced.",
 )  # fmt: skip
 @options.revision_option
