@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -301,6 +302,8 @@ class _Directory(click.Path):
             self.fail("it is empty; use . for the current directory", param, ctx)
         if isinstance(value, str) and any("\udc80" <= c <= "\udcff" for c in value):
             self.fail(f"{value!r} is not UTF-8; safetensors cannot open it", param, ctx)
+        if os.path.isfile(value):  # noqa: PTH113 - Path.is_file raises for a name that is too long
+            self.fail(f"{value} is a file; name a directory", param, ctx)
         return super().convert(value, param, ctx)
 
 

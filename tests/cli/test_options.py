@@ -101,6 +101,16 @@ def test_a_place_that_is_empty_or_that_no_library_opens_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", PLACES)
+def test_a_file_in_place_of_a_directory_is_refused(run, tmp_path, command):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    places = {"convert": ["source", file], "demo": ["--output", file]}.get(command, [file])
+    result = run(command, *places, *PLACES[command])
+    assert result.exit_code == 2
+    assert f"{file} is a file; name a directory" in " ".join(result.stderr.split())
+
+
 FILES = [
     ("convert", "source", "out", "--format", "nvfp4", "--statistics"),
     ("convert", "source", "out", "--format", "nvfp4", "--architecture"),
