@@ -48,8 +48,9 @@ def is_work_left(
         begun = journal.read_plan()
         if begun.get("plan_sha256") == plan_sha256:
             return True
+        begun_with = _formats_of(begun).removesuffix(",")
         raise MoequantError(
-            f"{output}: holds an unfinished conversion{_formats_of(begun)}, with other settings or "
+            f"{output}: holds an unfinished conversion{begun_with}, with other settings or "
             "of another source, interrupted or still running; repeat its command to finish it or, "
             "if that ended with an error about a weight, replace it with --overwrite"
         )
