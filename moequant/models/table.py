@@ -268,6 +268,11 @@ def find_architecture(
             return fitting[0]
     if usual:
         return usual[0]
+    if model_type is None:
+        raise UnsupportedError(
+            "config.json: has no model_type, which names the architecture; take the config.json of "
+            "the model's release"
+        )
     where = f"config.json: model_type {show(model_type)} is not in"
     if own:
         known = ", ".join(sorted(t for a in own for t in a.model_types))
