@@ -88,8 +88,9 @@ def find_dialect(quantization_config: object, names: Iterable[str] = ()) -> Dial
     if claiming:
         return claiming[0]
     raise UnsupportedError(
-        f"quantization_config.quant_method is {show(config.get('quant_method'))}; moequant reads "
-        f"{', '.join(REGISTRY)}"
+        f"config.json: quantization_config.quant_method is {show(config.get('quant_method'))}; "
+        f"moequant reads {', '.join(REGISTRY)}. Take the unquantized release of this model, or one "
+        "in one of these dialects"
     )
 
 
