@@ -107,6 +107,8 @@ def check_apart(source: Checkpoint, output: Path) -> None:
     """Check that neither of source and output contains the other, or a file the source links to."""
     # Not Path.resolve, which fails for a cycle of links.
     one, other = (Path(os.path.realpath(path)) for path in (source.path, output))
+    if one == other:
+        raise MoequantError(f"{output}: is the source itself; choose another directory")
     if _lies_in(one, other) or _lies_in(other, one):
         raise MoequantError(
             f"{output}: is inside the source {source.path} or contains it; choose another directory"

@@ -158,7 +158,7 @@ def weight_counts(units: Iterable[Unit]) -> tuple[int, int]:
 
 
 def warnings_of_search(units: Sequence[Unit], statistics: Statistics | None) -> Iterator[str]:
-    """Of searches that raise the model's error, and of weights without statistics."""
+    """Of searches that raise the model's error, and of weights that use no statistics."""
     for format in dict.fromkeys(unit.format for unit in units):
         for (option, value), effect in get_format(format).warned_options.items():
             # With GPTQ, the same scales lower it: docs/quality.md.
@@ -177,7 +177,8 @@ def warnings_of_search(units: Sequence[Unit], statistics: Statistics | None) -> 
     nearest: dict[tuple[str, str], list[str]] = {}
     uncalibrated: dict[tuple[str, str], list[Weight]] = {}
     for unit in units:
-        for weight in () if uses_statistics(unit) else unit.weights:
+        used = uses_statistics(unit) or unit.activation_scales == FROM_STATISTICS
+        for weight in () if used else unit.weights:
             if weight.expert is not None and weight.expert[0] not in statistics.layers:
                 search = unit.options.get("search", _NEAREST)
                 uncalibrated.setdefault((unit.format, search), []).append(weight)

@@ -122,7 +122,7 @@ class Prompts:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.folder)
+        return load_tokenizer(self.folder, without="give token ids with --prompt-ids")
 
 
 def generate(

@@ -19,8 +19,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, *, without: str) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder of a checkpoint.
+
+    Args:
+        folder: the checkpoint's.
+        without: how token ids are given, for the error message.
 
     Raises:
         UnsupportedError: there is none, or transformers cannot read it.
@@ -28,7 +32,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     transformers = import_transformers()
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UnsupportedError(
-            f"{folder}: no tokenizer; copy the model's tokenizer files there, or give token ids"
+            f"{folder}: no tokenizer; copy the model's tokenizer files there, or {without}"
         )
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -36,7 +40,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise UnsupportedError(
             f"{folder}: transformers {transformers.__version__} cannot read the tokenizer: "
-            f"{error}; copy the model's tokenizer files there, or give token ids"
+            f"{error}; copy the model's tokenizer files there, or {without}"
         ) from error
 
 

@@ -216,7 +216,8 @@ class Samples:
     def tokenizer(self) -> Any:
         """That of the checkpoint; raises UnsupportedError if there is none."""
         if self._loaded is None:
-            self._loaded = load_tokenizer(self._folder)
+            lines = 'give token ids, as lines {"input_ids": [1, 2]} of a .jsonl file'
+            self._loaded = load_tokenizer(self._folder, without=lines)
         return self._loaded
 
 

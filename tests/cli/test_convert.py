@@ -130,7 +130,7 @@ def test_warnings_go_to_stderr_and_into_the_document(run, source, tmp_path):
 def test_an_output_that_is_the_source_is_refused_before_any_warning(run, source):
     result = run("convert", source, source, "--format", "nvfp4")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {source}: is inside the source")
+    assert result.stderr.startswith(f"Error: {source}: is the source itself")
 
 
 def test_the_document_says_what_quantized_and_a_slower_one_is_a_warning(

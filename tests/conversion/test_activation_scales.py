@@ -347,7 +347,8 @@ def test_experts_of_a_layer_that_differ_are_refused(source, tmp_path):
 
 def test_statistics_that_only_scales_of_activations_use_are_used(source, stats, tmp_path):
     path = recipe(tmp_path, 'options = {search = "none"}', 'activation_scales = "statistics"')
-    convert(source, tmp_path / "out", recipe=path, statistics=stats)
+    result = convert(source, tmp_path / "out", recipe=path, statistics=stats)
+    assert not any("do not use the statistics" in warning for warning in result.plan.warnings)
     assert verify(tmp_path / "out", against=source, statistics=stats).ok
 
 

@@ -663,6 +663,7 @@ def test_a_dry_run_says_that_the_output_would_be_refused(source, tmp_path):
     for output, reason in (
         (tmp_path / "out", "not empty"),
         (source / "inside", "is inside the source"),
+        (source, "is the source itself"),
     ):
         result = convert(source, output, format="mxfp4", dry_run=True)
         assert any(reason in refusal for refusal in result.refusals)
