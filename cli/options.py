@@ -275,7 +275,7 @@ def _check_suffix(
     """A file to write; its suffix keeps a slip from replacing data or a config.json."""
     if value is not None and value.name and value.suffix.lower() not in suffixes:
         raise click.BadParameter(
-            f"{value} does not end in {suffixes[0]}; name a file that does, such as "
+            f"{value} does not end in {' or '.join(suffixes)}; name a file that does, such as "
             f"{value.with_suffix(suffixes[0])}",
             ctx,
             param,

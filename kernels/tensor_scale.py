@@ -66,6 +66,7 @@ class TensorScale:
         Returns:
             `value`.
         """
+        assert row_of_pair is None or counts is None
         rows = x.shape[0] if row_of_pair is None else row_of_pair.shape[0]
         programs = min(rows, _PROGRAMS)
         overlap = overlaps_launches(x.device)

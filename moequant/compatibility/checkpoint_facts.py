@@ -27,11 +27,13 @@ from moequant.models import (
     SHARED_EXPERTS,
     check_experts,
     find_architecture,
+    read_model,
 )
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
     find_source_dialect,
     quantization_config_of,
+    read_source,
     source_config,
 )
 
@@ -76,9 +78,10 @@ def examine(
             and LAYERS_OF_HUB of a checkpoint on the hub.
 
     Raises:
-        CheckpointError: a malformed config, an unreadable file, or experts that are missing or
-            unexpected by config.json.
-        UnsupportedError: an unknown architecture, dialect or scheme.
+        CheckpointError: a malformed config, an unreadable file, or experts that are not those of
+            config.json.
+        UnsupportedError: an unknown architecture, dialect or scheme, or an expert that matches no
+            pattern of the architecture.
     """
     config = source_config(checkpoint)
     architecture = find_architecture(config, own, names=checkpoint.tensors)
@@ -88,12 +91,13 @@ def examine(
     quantization_config = quantization_config_of(config)
     if quantization_config is None:
         _check_plain(checkpoint)
-        roles = {name: architecture.classify(name) for name in checkpoint.tensors}
-        check_experts(architecture, moe, roles, checkpoint.tensors)
+        read_model(config, checkpoint.tensors, own)
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
         dialect = dialect or find_dialect(quantization_config)
+        if dialect.stacks:
+            read_source(checkpoint.tensors, config, own)
         quantized = _of_quantized(
             checkpoint, dialect, quantization_config, architecture, moe, read, _classes(config)
         )
@@ -106,6 +110,9 @@ def examine(
         sizes=weight_sizes(checkpoint.tensors, architecture, moe, dialect),
     )
 
+
+_PLAIN = {"BF16", "F16", "F32"}
+"""Dtypes of weights that are not quantized."""
 
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
@@ -145,7 +152,9 @@ def _of_quantized(
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
         defects += header_defects(modules, tensors, architecture, dialect, config, classes)
-        check_experts(architecture, moe, {f"{m.name}.weight": m.role for m in modules}, {})
+        roles = {f"{module.name}.weight": module.role for module in modules}
+        plain = {name: info for name, info in tensors.items() if info.dtype in _PLAIN}
+        check_experts(architecture, moe, roles, plain)
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, layers)

@@ -52,9 +52,13 @@ class EvaluatedModel:
         experts: RuntimeExperts | None = None,
         architecture: str | Path | None = None,
     ) -> EvaluatedModel:
-        """Read headers and config.json; raises as `LayerwiseModel` and `open_source`."""
+        """Read headers and config.json.
+
+        Raises as `LayerwiseModel`, its `check_logits` and `open_source`.
+        """
         checkpoint, source = open_source(path, architecture)
         model = LayerwiseModel(checkpoint, source, dtype=dtype, device=device, experts=experts)
+        model.check_logits()
         return cls(name=name, checkpoint=checkpoint, model=model, experts=experts)
 
     def run(self, batches: Sequence[Tensor], folder: Path, progress: Progress) -> Path:

@@ -29,6 +29,7 @@ from moequant.integrations.library import import_transformers
 from moequant.integrations.module_weights import ModuleWeights, check_complete, size_bytes
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
 from moequant.integrations.transformers import (
+    check_runs,
     expert_blocks,
     model_class,
     read_config,
@@ -184,6 +185,14 @@ class LayerwiseModel:
             except _Done as done:
                 return self._activations(index, done.returned)
         raise AssertionError("the layer was not called")
+
+    def check_logits(self) -> None:
+        """Check that `logits`, which runs the class as a whole, can work.
+
+        Raises:
+            UnsupportedError: not in this release of transformers.
+        """
+        check_runs(import_transformers().__version__, type(self._model).__name__)
 
     def logits(self, ids: Tensor, before: Activations) -> Tensor:
         """What the model makes of what its last layer returned, within `head`.

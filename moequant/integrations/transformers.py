@@ -283,7 +283,7 @@ def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreT
     """The class of a language model, or of a larger model that contains one.
 
     Raises:
-        UnsupportedError: transformers has neither for this config, or one that cannot run.
+        UnsupportedError: transformers has neither for this config.
     """
     for classes in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -291,7 +291,6 @@ def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreT
     ):
         found = classes.get(type(config), None)
         if found is not None and isinstance(config, found.config_class):
-            _check_runs(transformers.__version__, found.__name__)
             return cast("type[PreTrainedModel]", found)
     raise UnsupportedError(
         f"config.json: transformers {transformers.__version__} has neither a causal language model "
@@ -299,7 +298,12 @@ def model_class(transformers: ModuleType, config: PretrainedConfig) -> type[PreT
     )
 
 
-def _check_runs(version: str, name: str) -> None:
+def check_runs(version: str, name: str) -> None:
+    """Check that a class of a release of transformers can run as a whole.
+
+    Raises:
+        UnsupportedError: it cannot; says why.
+    """
     if why := CANNOT_RUN.get((version, name)):
         raise UnsupportedError(
             f"transformers {version} cannot run {name}: {why}; install another release: "

@@ -180,9 +180,9 @@ class Architecture:
             stacks = [] if self.stacked is None else self.stacked.tensors.values()
             raise UnsupportedError(
                 f"{name}: looks like an expert, but matches no pattern of architecture "
-                f"{self.name!r}; experts are expected as {' or '.join([self._experts, *stacks])}. "
-                f"Nothing was converted: {self.how_to_fix('`experts` or `stacked`')}; if it is not "
-                'an expert weight, add roles.NAME = ["PATTERN"] there, and it is copied unchanged'
+                f"{self.name!r}; experts are expected as {' or '.join([self._experts, *stacks])}; "
+                f"{self.how_to_fix('`experts` or `stacked`', 'it is one')}; if it is none, add "
+                'roles.NAME = ["PATTERN"] there, and it is copied unchanged'
             )
         return TensorRole(role=OTHER)
 

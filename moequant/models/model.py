@@ -92,26 +92,29 @@ def check_experts(
     roles: Mapping[str, TensorRole],
     tensors: Mapping[str, HasShape],
 ) -> None:
-    """Check that a checkpoint has the experts that config.json says, whatever they are stored as.
+    """Check that a quantized checkpoint has the experts that config.json says.
 
     Args:
         architecture: the checkpoint's.
         moe: sizes of its expert layers, by config.json.
-        roles: those of its weights, by name. One without a number of an expert, of a tensor that
-            stacks them, stands for all experts of its layer.
-        tensors: the weights, by name, that are stored in their own shapes.
+        roles: those of its weights, by name. One without a number of an expert stands for all
+            stacks of its layer.
+        tensors: those that are not quantized, by name.
 
     Raises:
-        CheckpointError: experts are missing or unexpected, or those that are not stacked have other
+        CheckpointError: experts are missing or unexpected, or those among `tensors` have other
             shapes; names the tensor.
+        UnsupportedError: as `read_model`, of stacks.
     """
     experts = _Experts(architecture, moe, tensors)
-    routed = {name: role for name, role in roles.items() if role.role == ROUTED_EXPERTS}
-    if all(role.expert is not None for role in routed.values()):
-        experts.check_complete(routed)
-    else:
-        experts.check_layers(routed)
-    experts.check_shapes(routed)
+    single: dict[str, TensorRole] = {}
+    for name, role in roles.items():
+        if role.role == ROUTED_EXPERTS and role.expert is None:
+            single |= experts.check_stacks(name, role)
+        else:
+            single[name] = role
+    experts.check_complete(single)
+    experts.check_shapes(single)
 
 
 @dataclass(frozen=True)
@@ -221,24 +224,28 @@ class _Experts:
                 raise self._surplus(name)
         if not layers:
             raise CheckpointError(
-                "config.json: no layer has experts; moequant converts mixture-of-experts "
-                "checkpoints"
+                "config.json: no layer has experts; moequant is for mixture-of-experts checkpoints"
             )
         return layers
 
-    def check_layers(self, roles: Mapping[str, TensorRole]) -> None:
-        """Every layer that has experts by config.json is among `roles`, and no other is."""
-        moe = self.moe
-        for name, role in roles.items():
-            if role.layer not in {*moe.sparse_layers, *moe.optional_layers}:
-                raise self._surplus(name)
-        missing = set(moe.sparse_layers) - {role.layer for role in roles.values()}
-        if missing:
-            layer, projection = min(missing), moe.projections[0]
-            stacked = self.architecture.stacked
-            if stacked is not None:
-                raise self._missing(stacked.tensor(layer, projection))
-            raise self._missing(self.architecture.expert_tensor(layer, 0, projection))
+    def check_stacks(self, name: str, role: TensorRole) -> dict[str, TensorRole]:
+        """The experts of a layer whose stacks are all there, in the shapes of config.json."""
+        stacked, moe, layer = self.architecture.stacked, self.moe, role.layer
+        assert stacked is not None, name
+        assert layer is not None, name
+        if layer not in {*moe.sparse_layers, *moe.optional_layers}:
+            raise self._surplus(name)
+        for stack in stacked.tensors:
+            if (tensor := stacked.tensor(layer, stack)) not in self.tensors:
+                raise self._missing(tensor)
+            self._is_transposed(stacked, tensor, stack)
+        return {
+            self.architecture.expert_tensor(layer, expert, projection): TensorRole(
+                role=ROUTED_EXPERTS, layer=layer, expert=expert, projection=projection
+            )
+            for expert in range(moe.experts)
+            for projection in moe.projections
+        }
 
     def check_biases(
         self, stacked: StackedExperts, layers: Iterable[int], roles: Mapping[str, TensorRole]

@@ -164,8 +164,9 @@ def workload_of(
     """What is asked for, from the weights of both GEMMs.
 
     Args:
-        weights: by argument, [E, 2 * Ip, H / packed], gate over up, Ip as `padded_rows` says, or
-            [E, Ip, H / packed] where `act_fn` has no gate; and [E, H, I / packed].
+        weights: by argument, in this order: [E, 2 * Ip, H / packed], gate over up, where Ip is
+            `padded_rows(format, I)`, or [E, Ip, H / packed] where `act_fn` has no gate; and
+            [E, H, I / packed].
         act_fn: see `Workload`.
         format: likewise.
         activations: likewise.
@@ -205,7 +206,8 @@ def stacked_tensors(weights: Mapping[str, Tensor], workload: Workload) -> dict[s
     """Check weights of a format without global scales, and name them as the layout `stacked`.
 
     Args:
-        weights: by argument, codes and scales of the first GEMM, then those of the second.
+        weights: by argument, in this order: codes and scales of the first GEMM, then those of the
+            second.
         workload: as `workload_of` made it of the codes.
 
     Raises:

@@ -133,7 +133,7 @@ def given_folder(
     Args:
         argument: its name, for messages.
         value: what is given.
-        what: what has its path there, likewise.
+        what: what the path is of, for messages.
         error: what is raised where no folder can have that path.
 
     Raises:

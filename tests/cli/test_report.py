@@ -115,7 +115,7 @@ def test_results_of_another_checkpoint_are_refused(run, source, converted, tmp_p
         (("out", "--layers", "2"), "--layers needs --against"),
         (("out", "--revision", "main"), "--revision needs --against"),
         (("out", "-o", "no/such/folder/page.html"), "is not a folder"),
-        (("out", "-o", "config.json"), "config.json does not end in .html; name a file that does"),
+        (("out", "-o", "config.json"), "config.json does not end in .html or .htm; name"),
     ],
 )
 def test_wrong_usage_exits_2(run, arguments, message, tmp_path, monkeypatch):

@@ -83,14 +83,62 @@ def test_experts_that_are_not_those_of_the_config_are_refused(
         check_checkpoint(Checkpoint.open(path))
 
 
-@pytest.mark.parametrize(("layers", "message"), [(3, "missing"), (1, "not expected")])
-def test_a_stack_of_experts_in_a_layer_that_is_not_of_the_config_is_refused(
-    make_checkpoint, tmp_path, layers, message
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_hidden_layers", 3, "missing; config.json says"),
+        ("num_hidden_layers", 1, "not expected; config.json says"),
+        ("num_local_experts", 99, "shape .*, but by config.json all experts of a layer are"),
+        ("hidden_size", 128, "shape .*, but by config.json all experts of a layer are"),
+    ],
+)
+def test_stacks_of_experts_that_are_not_those_of_the_config_are_refused(
+    make_checkpoint, tmp_path, key, value, message
 ):
     path = shutil.copytree(make_checkpoint(model_type="gpt_oss"), tmp_path / "c")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    with pytest.raises(CheckpointError, match=rf"mlp\.experts\..*: {message}; config.json says"):
+    assert config[key] != value
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(CheckpointError, match=rf"mlp\.experts\..*: {message}"):
+        check_checkpoint(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize("missing", ["gate_up_proj", "down_proj_bias"])
+def test_a_stack_that_is_missing_is_named(make_checkpoint, tmp_path, missing):
+    path = shutil.copytree(make_checkpoint(model_type="gpt_oss"), tmp_path / "c")
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors = {n: t for f in path.glob("*.safetensors") for n, t in load_file(f).items()}
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    del tensors[f"model.layers.1.mlp.experts.{missing}"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.experts\.{missing}: missing"):
+        check_checkpoint(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 3), ("num_local_experts", 99)])
+def test_stacks_in_mxfp4_that_are_not_those_of_the_config_are_refused(
+    make_checkpoint, tmp_path, key, value
+):
+    path = convert(
+        make_checkpoint(model_type="gpt_oss"), tmp_path / "c", format="mxfp4", dialect="gpt-oss"
+    ).output
+    config = json.loads((path / "config.json").read_text())
+    assert config[key] != value
+    check_checkpoint(Checkpoint.open(path))
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(CheckpointError, match=r"mlp\.experts"):
+        check_checkpoint(Checkpoint.open(path))
+
+
+def test_kept_experts_of_another_shape_are_refused(make_checkpoint, tmp_path):
+    """Layer 0 stays as it is, beside experts of layer 1 in NVFP4."""
+    recipe = Recipe(rules=(Rule(roles=ROUTED, layers="1", format="nvfp4"),))
+    path = convert(make_checkpoint(), tmp_path / "c", recipe=recipe).output
+    check_checkpoint(Checkpoint.open(path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 32}))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\..*: shape .* the shape"):
         check_checkpoint(Checkpoint.open(path))
 
 
@@ -139,7 +187,7 @@ def test_a_whole_model_in_w4afp8_has_no_defect_and_only_experts_of_it_have_many(
     # A release whose attention is BF16: SGLang reads no list of kept modules.
     for path in out.glob("*.safetensors"):
         tensors = load_file(path)
-        for scale in [n for n in tensors if n.endswith(".weight_scale_inv")]:
+        for scale in [n for n in tensors if n.endswith("_proj.weight_scale_inv") and "attn" in n]:
             del tensors[scale]
             weight = scale.removesuffix("_scale_inv")
             tensors[weight] = tensors[weight].bfloat16()

@@ -207,7 +207,7 @@ def test_an_unknown_expert_name_is_refused_with_the_key_to_change(own):
     with pytest.raises(
         UnsupportedError,
         match=r"0.gate.weight: looks like an expert.*change `experts` or `stacked` in .*mine.toml; "
-        r"if it is not an expert weight, add roles.NAME",
+        r"if it is none, add roles.NAME",
     ):
         read_model(CONFIG, renamed, own())
 
