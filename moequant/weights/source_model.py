@@ -149,12 +149,14 @@ def seen_as_source(
     """A quantized source, to look up which weight a tensor is part of; None for a plain source.
 
     Raises:
-        UnsupportedError: an unknown architecture or quantization.
+        UnsupportedError: an unknown architecture or quantization, or quantized tensors without a
+            quantization_config.
         CheckpointError: as `read_source`, of quantized weights.
     """
     config = source_config(checkpoint)
     quantization_config = quantization_config_of(config)
     if quantization_config is None:
+        _check_plain(checkpoint.tensors, None)
         return None
     dialect = find_source_dialect(quantization_config, checkpoint.tensors)
     dialect = dialect or find_dialect(quantization_config)
