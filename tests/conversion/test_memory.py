@@ -154,7 +154,7 @@ def write_many(path, *, layers, experts):
     return path
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_block"])
+@pytest.mark.parametrize("format", ["nvfp4", pytest.param("fp8_block", marks=pytest.mark.full)])
 def test_a_plan_of_many_tensors_takes_what_it_says(tmp_path, format):
     small = write_many(tmp_path / "small", layers=1, experts=2)
     large = write_many(tmp_path / "large", layers=10, experts=500)

@@ -104,7 +104,7 @@ def convert_within_the_plan(small, source, output, workers, format="mxfp4"):
     return document
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_checkpoint_converts_within_its_plan(make_checkpoint, tmp_path, small_source, workers):
     source = make_checkpoint(
         layers=1, experts=96, hidden=1024, intermediate=384, vocabulary=2048, shard_bytes=80_000_000

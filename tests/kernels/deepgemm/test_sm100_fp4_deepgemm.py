@@ -110,8 +110,21 @@ def numbers(codes, words):
     return out
 
 
-@pytest.mark.parametrize("alignment", [32, 128, 224])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "alignment"),
+    [
+        (torch.bfloat16, 32),
+        (torch.float16, 128),
+        (torch.float32, 224),
+        *(
+            pytest.param(dtype, alignment, marks=pytest.mark.full)
+            for dtype, alignment in (
+                (torch.bfloat16, 128), (torch.bfloat16, 224), (torch.float16, 32),
+                (torch.float16, 224), (torch.float32, 32), (torch.float32, 128),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_rows_are_those_of_the_quantizer_where_their_expert_begins(sm100_library, dtype, alignment):
     model, (hidden, topk_weights, ids) = sm100_library(alignment), call_of(dtype)
     packed = pack(weights_of())
@@ -182,7 +195,9 @@ def test_batches_too(sm100_library, act_fn, biases):
     assert [kind for kind, *_ in model.calls] == ["masked", "masked"]
 
 
-@pytest.mark.parametrize("alignment", [16, pytest.param(32, marks=pytest.mark.full), 224])
+@pytest.mark.parametrize(
+    "alignment", [*(pytest.param(n, marks=pytest.mark.full) for n in (16, 32)), 224]
+)
 def test_rows_go_by_the_alignment_that_is_set(sm100_library, alignment):
     sm100_library(alignment)
     weights, call = weights_of(), call_of(tokens=40)
@@ -190,7 +205,8 @@ def test_rows_go_by_the_alignment_that_is_set(sm100_library, alignment):
 
 
 @pytest.mark.parametrize(
-    ("alignment", "capacity"), [(16, 40), pytest.param(32, 40, marks=pytest.mark.full), (32, 64)]
+    ("alignment", "capacity"),
+    [*(pytest.param(n, 40, marks=pytest.mark.full) for n in (16, 32)), (32, 64)],
 )
 def test_batches_are_padded_to_whole_tiles(sm100_library, alignment, capacity):
     model = sm100_library(alignment)
