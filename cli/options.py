@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from moequant.errors import unknown_name
+from moequant.storage.files import PAGE_SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -265,8 +266,8 @@ def _check_plot(ctx: click.Context, param: click.Parameter, value: Path | None) 
 
 
 def check_page(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A click callback for an HTML page to write; `moequant push --report` takes these suffixes."""
-    return _check_suffix(ctx, param, value, (".html", ".htm"))
+    """A click callback for an HTML page to write."""
+    return _check_suffix(ctx, param, value, PAGE_SUFFIXES)
 
 
 def _check_suffix(

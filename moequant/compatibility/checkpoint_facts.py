@@ -111,9 +111,6 @@ def examine(
     )
 
 
-_PLAIN = {"BF16", "F16", "F32"}
-"""Dtypes of weights that are not quantized."""
-
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
@@ -153,7 +150,7 @@ def _of_quantized(
         modules += modules_in(tensors, architecture, moe, dialect, format_of)
         defects += header_defects(modules, tensors, architecture, dialect, config, classes)
         roles = {f"{module.name}.weight": module.role for module in modules}
-        plain = {name: info for name, info in tensors.items() if info.dtype in _PLAIN}
+        plain = {name: info for name, info in tensors.items() if info.dtype not in CODE_DTYPES}
         check_experts(architecture, moe, roles, plain)
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)

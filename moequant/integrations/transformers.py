@@ -307,7 +307,7 @@ def check_runs(version: str, name: str) -> None:
     if why := CANNOT_RUN.get((version, name)):
         raise UnsupportedError(
             f"transformers {version} cannot run {name}: {why}; install another release: "
-            "pip install 'transformers!=" + version + "'"
+            f"pip install 'transformers!={version}'"
         )
 
 

@@ -18,7 +18,7 @@ from moequant.publishing.serving import serving_of
 from moequant.reporting import pictures_of
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
-from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER, RECORD_FILE
+from moequant.storage.files import MANIFEST_FILE, PAGE_SUFFIXES, PREPARED_FOLDER, RECORD_FILE
 from moequant.storage.model_card import CARD_FILE
 from moequant.storage.reader import FixedFile
 from moequant.verification.stored import existing_directory
@@ -38,7 +38,6 @@ PICTURES = (".png", ".jpg", ".jpeg", ".svg")
 """Suffixes of pictures."""
 # Fewer names than git takes: they are parts of commands in the card.
 _BRANCH = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|[./](?![./]|$))*")
-_PAGES = (".html", ".htm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +231,7 @@ def _extras(
     """The report, then the pictures given and those in it; and the captions of pictures by name."""
     pages = [] if report is None else [Path(report)]
     given = [Path(picture) for picture in pictures]
-    for what, paths, suffixes in (("page", pages, _PAGES), ("picture", given, PICTURES)):
+    for what, paths, suffixes in (("page", pages, PAGE_SUFFIXES), ("picture", given, PICTURES)):
         wrong = next((p for p in paths if p.suffix.lower() not in suffixes), None)
         if wrong is not None:
             raise MoequantError(f"{wrong}: not a {what}; give files {', '.join(suffixes)}")

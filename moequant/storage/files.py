@@ -17,5 +17,7 @@ PREPARED_FOLDER = "moequant-prepared"
 """Kernel-ready tensors, one folder per target."""
 VERIFIED_FILE = ".moequant-verified.json"
 """What `moequant verify` notes of a checkpoint that it found right."""
+PAGE_SUFFIXES = (".html", ".htm")
+"""Of reports, which `moequant report` writes and `push` adds."""
 MANIFEST_FILE = "manifest.json"
 """The manifest of a prepared folder."""
