@@ -150,11 +150,17 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 
 
 def _remedy(report: Report | IntegrityReport) -> str:
+    from moequant.storage.files import RECORD_FILE
     from moequant.verification.prepared import remedy_for
 
     prepared = remedy_for(Path(report.converted).expanduser(), report.problems)
     if prepared is not None:
         return prepared
+    if any(problem.name.startswith(f"{RECORD_FILE}.source.") for problem in report.problems):
+        return (
+            "name the checkpoint it was converted from, which is another or was another version, "
+            "or convert again with --overwrite"
+        )
     if all(problem.check == "backend" for problem in report.problems):
         return "serve with another backend; the weights are right"
     return "convert again with --overwrite, or copy the files again"

@@ -24,8 +24,13 @@ def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) ->
         return torch.empty(1, device=torch.device(device)).device
     # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
     except (AssertionError, ImportError, RuntimeError, TypeError) as error:
-        # Its first sentence: the rest is about torch's dispatcher.
-        reason = str(error).split("\n")[0].split(". ")[0]
+        reason = _reason(str(error))
         raise UnsupportedError(
             f"device {str(device)!r} cannot be used: {reason}; {advice}"
         ) from error
+
+
+def _reason(message: str) -> str:
+    """What torch says, without its dispatcher's part and the kinds of devices of other builds."""
+    first = message.split("\n")[0].split(". ")[0]
+    return "torch knows no such kind of device" if first.startswith("Expected one of") else first

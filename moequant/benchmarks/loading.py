@@ -90,9 +90,9 @@ def bench_loading(
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no such device, or no layer can be loaded there.
     """
-    place = usable_device(device)
     path = given_folder("checkpoint", checkpoint)
     converted = ConvertedCheckpoint.open(path, quantized_activations=True)
+    place = usable_device(device)
     folder = converted.checkpoint.path
     layers = list(converted.expert_layers())
     prepared = {

@@ -93,7 +93,8 @@ def verify(
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
         UnsupportedError: an unsupported architecture or source dtype; no such device or backend
             here, or one that does not run the layers.
-        MoequantError: `layers` or `workers` is not as above; a device or backend for no layer.
+        MoequantError: `layers` or `workers` is not as above; a device or backend for no layer; or
+            the source is `converted` itself.
     """
     if workers < 1:
         raise MoequantError(f"workers = {workers}, but must be at least 1")
@@ -105,6 +106,10 @@ def verify(
     scales = None if activation_scales is None else InputScales.load(activation_scales)
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
+    if source.path.resolve() == path.resolve():
+        raise MoequantError(
+            f"{against}: the checkpoint itself; name the one that it was converted from"
+        )
     findings = Findings()
     # Before anything is checked: what changes meanwhile then has another digest than these.
     record_sha256, manifests = digests_of(path)

@@ -66,8 +66,8 @@ def existing_directory(converted: str | Path) -> Path:
     """The directory of a converted checkpoint.
 
     Raises:
-        CheckpointError: there is none, a conversion into it is unfinished, or it holds what was
-            prepared.
+        CheckpointError: there is none, nothing of a checkpoint is in it, a conversion into it is
+            unfinished, or it holds what was prepared.
         UnsupportedError: `converted` is neither a text nor a path.
     """
     path = given_folder("converted", converted)
@@ -76,7 +76,18 @@ def existing_directory(converted: str | Path) -> Path:
     if not found:
         raise CheckpointError(f"{path}: no such directory; name the converted checkpoint")
     check_is_checkpoint(path)
+    with searched(path):
+        if not any(_is_of_checkpoint(entry.name) for entry in path.iterdir()):
+            raise CheckpointError(
+                f"{path}: no checkpoint is in it, neither {CONFIG_FILE} nor a weight file; name "
+                "the folder that moequant convert wrote"
+            )
     return path
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Whether a file of this name is in converted checkpoints alone, of those that were damaged."""
+    return name in (CONFIG_FILE, INDEX_FILE, RECORD_FILE) or name.endswith(".safetensors")
 
 
 def read_stored(path: Path, findings: Findings) -> StoredCheckpoint:

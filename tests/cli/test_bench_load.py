@@ -101,3 +101,9 @@ def test_what_cannot_be_loaded_is_refused(run, arguments, tmp_path, monkeypatch)
     result = run("bench", "load", *arguments)
     assert result.exit_code not in (0, 1)
     assert "Traceback" not in result.output
+
+
+def test_the_folder_is_looked_at_before_the_device(run, tmp_path):
+    result = run("bench", "load", tmp_path / "none", "--device", "no-such-device")
+    assert result.exit_code == 3
+    assert f"{tmp_path / 'none'}: no such directory" in result.stderr

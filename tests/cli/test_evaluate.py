@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from inspect import signature
 
 import pytest
@@ -70,9 +71,11 @@ def test_without_a_noise_floor_it_says_how_to_get_one(run, arguments, converted)
     assert lines[4] == ("noise floor  not measured (--noise-floor, one more pass of the reference)")
 
 
-def test_tests_are_compared_with_the_first_one(run, arguments, converted):
-    result = run(*arguments, converted, converted)
-    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(str(converted))]
+def test_tests_are_compared_with_the_first_one(run, arguments, converted, tmp_path):
+    tests = (converted, shutil.copytree(converted, tmp_path / "copy"))
+    result = run(*arguments, *tests)
+    names = tuple(map(str, tests))
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(names)]
     assert [row[-2:] for row in rows] == [["-", "-"], ["1.000", "0"]]
 
 

@@ -79,6 +79,39 @@ def test_changed_weight_exits_5_and_is_named_even_if_quiet(run, source, copy):
     assert closing not in document["error"]["message"]
 
 
+def test_another_source_is_to_be_named(run, converted, source, tmp_path):
+    other = shutil.copytree(source, tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    result = run("verify", converted, "--against", other)
+    assert result.exit_code == 5
+    assert "moequant.json.source.config_sha256: " in result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        "To fix it: name the checkpoint it was converted from, which is another or was another "
+        "version, or convert again with --overwrite"
+    )
+
+
+def test_a_checkpoint_is_not_its_own_source(run, converted, tmp_path):
+    (tmp_path / "link").symlink_to(converted)
+    result = run("verify", converted, "--against", tmp_path / "link")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: {tmp_path / 'link'}: the checkpoint itself; name the one that it was converted "
+        "from\n"
+    )
+
+
+@pytest.mark.parametrize("how", [["--integrity"], ["--against"]])
+def test_a_folder_without_a_checkpoint_exits_3(run, source, tmp_path, how):
+    (tmp_path / "notes.txt").touch()
+    result = run("verify", tmp_path, *how, *([source] if how == ["--against"] else []))
+    assert result.exit_code == 3
+    assert result.stderr == (
+        f"Error: {tmp_path}: no checkpoint is in it, neither config.json nor a weight file; name "
+        "the folder that moequant convert wrote\n"
+    )
+
+
 def test_missing_source_exits_3(run, converted, tmp_path):
     result = run("verify", converted, "--against", tmp_path / "missing", "--json")
     assert result.exit_code == 3

@@ -196,6 +196,13 @@ def test_a_folder_that_is_not_there_is_refused(converted, data, tmp_path):
         evaluate(source, [test], data, folder=tmp_path / "nowhere", **SETTINGS)
 
 
+def test_a_test_that_is_given_twice_is_refused(converted, data, tmp_path):
+    source, test = converted("qwen3_moe", "nvfp4")
+    (tmp_path / "again").symlink_to(test)
+    with pytest.raises(MoequantError, match="again: given twice; give each checkpoint once"):
+        evaluate(source, [test, tmp_path / "again"], data, **SETTINGS)
+
+
 class Descriptions(SilentProgress):
     def __init__(self):
         self.started = []

@@ -112,7 +112,7 @@ _SERVED_LONG = [
         estimate_s=780,
         limit_s=900,
         beside=2,
-        needs=("sm90", "vllm"),
+        needs=("sm90", "vllm", "uvicorn"),
         after=(task_of("qwen3-30b"),),
     ),
     Task(
@@ -123,7 +123,7 @@ _SERVED_LONG = [
         ),
         estimate_s=450,
         limit_s=900,
-        needs=("sm90", "vllm"),
+        needs=("sm90", "vllm", "uvicorn"),
         after=(task_of("qwen3-30b"),),
     ),
 ]

@@ -31,6 +31,7 @@ def _sm90(machine):
 NEEDS = {
     "sm90": _sm90,
     "vllm": _package("vllm", "vllm"),
+    "uvicorn": _package("uvicorn", "uvicorn"),
     "transformers": _package("transformers", "transformers"),
     "humming": _package("humming", "humming-kernels"),
     "cutlass": _package("cutlass", "nvidia-cutlass-dsl"),

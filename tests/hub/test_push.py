@@ -314,7 +314,7 @@ def test_a_dry_run_asks_no_hub_and_prints_files_and_card(empty, verified):
     assert empty.asked() == []
     for path in (*shards(verified), verified / "LICENSE", verified / "config.json"):
         assert f"\n{path.name} " in done.out
-    assert "\nverified    yes\n" in done.out
+    assert "\nverified    yes; a push first compares every file with moequant.json\n" in done.out
     assert f"\n# {empty.id.partition('/')[2]}\n" in done.out
     assert done.out.endswith("# The source\n\nIt speaks.\n")
 

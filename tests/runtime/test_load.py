@@ -480,6 +480,15 @@ def test_an_unknown_device_is_refused_by_name(tmp_path):
             load_experts(tmp_path, 0, device=device)
 
 
+def test_kinds_of_devices_that_torch_does_not_know_are_not_listed(tmp_path):
+    with pytest.raises(UnsupportedError) as refused:
+        load_experts(tmp_path, 0, device="gpu")
+    assert str(refused.value) == (
+        "device 'gpu' cannot be used: torch knows no such kind of device; choose one that this "
+        'machine and this build of torch have, such as "cpu"'
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_here_is_refused_by_name(tmp_path):
     for device in ("cuda", torch.device("cuda", 3)):

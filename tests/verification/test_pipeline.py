@@ -717,7 +717,7 @@ def test_the_checkpoint_of_another_source_is_not_taken_for_right(make_checkpoint
     assert ROUTER in problems(report, "weights")
 
 
-@pytest.mark.parametrize("content", [{}, {"config.json": "[]"}, {"a.safetensors": ""}])
+@pytest.mark.parametrize("content", [{"config.json": "[]"}, {"a.safetensors": ""}])
 def test_what_is_no_checkpoint_at_all_is_reported_not_raised(source, tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
@@ -727,9 +727,17 @@ def test_what_is_no_checkpoint_at_all_is_reported_not_raised(source, tmp_path, c
     assert problems(report)
 
 
-def test_the_source_itself_is_not_converted(source):
-    report = verify(source, against=source)
+def test_a_folder_without_anything_of_a_checkpoint_raises(source, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint is in it"):
+        verify(tmp_path, against=source)
+
+
+def test_the_source_itself_is_not_converted(source, tmp_path):
+    report = verify(shutil.copytree(source, tmp_path / "copy"), against=source)
     assert list(problems(report)) == ["config.json"]
+    with pytest.raises(MoequantError, match="the checkpoint itself"):
+        verify(source, against=source)
 
 
 def test_a_bad_source_and_a_missing_directory_raise(source, clean, make_checkpoint, tmp_path):
