@@ -99,7 +99,7 @@ def apply_recipe(
     check_file_used(chosen.values(), input_scales)
     warnings = [
         f"rules[{i}] of the recipe applies to no tensor of this checkpoint"
-        for i, rule in enumerate(recipe.rules)
+        for i, rule in enumerate(recipe.given_rules)
         if id(rule) not in used
     ]
     groups = group_fused(tensors, roles, fused)

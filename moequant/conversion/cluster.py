@@ -124,8 +124,11 @@ def write_shards_on_ray(
         task = ray.remote(num_cpus=workers, max_retries=ATTEMPTS - 1, scheduling_strategy="SPREAD")(
             write_shard
         )
-        tasks = {task.remote(job, shard.file): shard for shard in shards}
+        tasks = {}
         try:
+            for shard in shards:
+                # One by one: what was submitted is cancelled also if the next is not.
+                tasks[task.remote(job, shard.file)] = shard
             while tasks:
                 (done,), _ = ray.wait(list(tasks), num_returns=1)
                 shard = tasks.pop(done)

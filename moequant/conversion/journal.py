@@ -17,14 +17,19 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion.finished_shard import FinishedShard, journal_line, parse_line
 from moequant.errors import MoequantError
-from moequant.storage.disk import explained, fsync_directory, replace_file, sha256_of, write_file
+from moequant.storage.disk import (
+    append_to_file,
+    explained,
+    fsync_directory,
+    replace_file,
+    sha256_of,
+)
 from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
 
@@ -143,7 +148,7 @@ class Journal:
         self.partial(shard.file).replace(self.shards / shard.file)
         fsync_directory(self.shards)
         with explained(self._lines, "written"):
-            write_file(self._lines, [memoryview(journal_line(shard))], os.O_APPEND)
+            append_to_file(self._lines, journal_line(shard))
 
     def resume(self, files: Collection[str], progress: Progress) -> dict[str, FinishedShard]:
         """The finished shards among `files`; each is read once to check its digest.

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moequant.conversion.commit import commit
@@ -73,6 +72,7 @@ from moequant.weights.converted import described_architectures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from moequant.conversion.finished_shard import FinishedShard
     from moequant.conversion.gptq_errors import GptqError
@@ -680,7 +680,7 @@ def _choose_scales(
 
 def _provenance(source: str | Path, checkpoint: Checkpoint, revision: str | None) -> dict[str, Any]:
     """The hub origin of the source; empty for a directory, which is identified by its contents."""
-    if Path(source).expanduser().is_dir():
+    if directory_of(source, revision) is not None:
         return {}
     # A hub snapshot's folder is named after the commit.
     return {"repository": str(source), "revision": revision, "commit": checkpoint.path.name}

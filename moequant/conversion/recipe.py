@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -39,6 +39,7 @@ from moequant.formats import (
     get_format,
     unknown_format,
 )
+from moequant.storage.toml_files import parse_toml, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -215,6 +216,8 @@ class Recipe(_Strict):
     architectures: tuple[str, ...] = ()
     rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
     output: OutputSettings = OutputSettings()
+    _kept_layers: int = PrivateAttr(0)
+    """How many of the first rules are of `keeping`."""
 
     @classmethod
     def for_format(
@@ -266,7 +269,14 @@ class Recipe(_Strict):
             Rule(roles=("routed_experts",), layers=str(layer), format=KEEP)
             for layer in sorted(layers)
         ]
-        return self.model_copy(update={"rules": (*rules, *self.rules)})
+        kept = self.model_copy(update={"rules": (*rules, *self.rules)})
+        kept._kept_layers = self._kept_layers + len(rules)
+        return kept
+
+    @property
+    def given_rules(self) -> tuple[Rule, ...]:
+        """The rules without those of `keeping`."""
+        return self.rules[self._kept_layers :]
 
     def rule_for(self, name: str, role: TensorRole, layer_count: int) -> Rule | None:
         """The first rule that matches, or None."""
@@ -305,23 +315,22 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
     else:
         text = _read_file(path)
     try:
-        return Recipe.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{name_or_file}: not TOML: {error}") from None
+        return Recipe.model_validate(parse_toml(text))
     except ValidationError as error:
         raise RecipeError(f"{name_or_file}: {_explain(error)}") from None
+    except ValueError as error:
+        raise RecipeError(f"{name_or_file}: {error}") from None
 
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_text(path)
     except FileNotFoundError:
         unknown = unknown_name("recipe", str(path), shipped_recipes())
         raise RecipeError(f"{path}: no such file, and {unknown}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except ValueError as error:
         raise RecipeError(
-            f"{path}: {reason}; a recipe is a TOML file, or the name of one of `moequant recipes`"
+            f"{path}: {error}; a recipe is a TOML file, or the name of one of `moequant recipes`"
         ) from None
 
 

@@ -173,7 +173,9 @@ class _Run(threading.local):
         filling = _Filling(writer, Batches(shard.items, workers, shard.order), {}, finishing)
         work: list[Future[None]] = []
         try:
-            work += [pool.submit(self._work, filling) for _ in range(workers)]
+            for _ in range(workers):
+                # One by one: what was submitted is waited for also if the next is not.
+                work.append(pool.submit(self._work, filling))
             done, _ = wait(work, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()

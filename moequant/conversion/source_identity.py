@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SAMPLE_BYTES = 4096
 _RANGES_AT_ONCE = 128
-_CHUNK_BYTES = 8 << 20
 _HEX_SHA256 = re.compile("[0-9a-f]{64}")
 _HEX_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -96,9 +95,9 @@ def source_digests(
         CheckpointError: the source cannot be read, or changed since it was opened.
     """
     return {
-        "config_sha256": sha256_of_file(checkpoint.folder.open(CONFIG_FILE)),
+        "config_sha256": checkpoint.folder.open(CONFIG_FILE).sha256(),
         "sample_sha256": _sample(checkpoint, samples or {}),
-        "sidecars": {str(f): sha256_of_file(checkpoint.folder.open(str(f))) for f in sidecars},
+        "sidecars": {str(f): checkpoint.folder.open(str(f)).sha256() for f in sidecars},
     }
 
 
@@ -147,7 +146,8 @@ def content_digests(
 
 
 def _digest(file: FixedFile, progress: Progress) -> str:
-    found = sha256_of_file(file, progress)
+    name = file.path.name
+    found = file.sha256(lambda size_bytes: progress.advance(size_bytes, name))
     blob = file.path.resolve()
     if blob.parent.name == "blobs" and _HEX_SHA256.fullmatch(blob.name) and blob.name != found:
         raise CheckpointError(
@@ -155,13 +155,3 @@ def _digest(file: FixedFile, progress: Progress) -> str:
             f"is damaged: remove {blob} and fetch it again"
         )
     return found
-
-
-def sha256_of_file(file: FixedFile, progress: Progress | None = None) -> str:
-    """SHA-256 of a file, in hex; raises CheckpointError."""
-    digest = hashlib.sha256()
-    for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
-        digest.update(chunk)
-        if progress is not None:
-            progress.advance(len(chunk), file.path.name)
-    return digest.hexdigest()

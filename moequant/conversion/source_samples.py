@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from moequant.conversion.source_identity import sampled_ranges
-from moequant.storage.disk import explained, fsync_directory, write_file
+from moequant.storage.disk import explained, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,12 +58,9 @@ class ShardSample:
 
     def write(self, shard: FixedFile, sha256: str) -> None:
         """Take the sample of a shard with this digest; the file is there completely or not."""
-        partial = self._path.with_name(f".{self._path.name}.partial")
         with explained(self._path, "written"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(partial, self._content(shard, sha256))
-            partial.replace(self._path)
-        fsync_directory(self._path.parent)
+        replace_file(self._path, self._content(shard, sha256))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> bytes:
         """The next ranges of `sampled_ranges`, as FixedFile.read_ranges of the shard gives them."""

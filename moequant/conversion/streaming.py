@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion.items import stored_in
-from moequant.conversion.source_identity import content_digests, sha256_of_file, source_digests
+from moequant.conversion.source_identity import content_digests, source_digests
 from moequant.conversion.source_samples import ShardSample
 from moequant.conversion.units import Copy
 from moequant.storage.disk import explained
@@ -177,7 +177,7 @@ class Stream:
     def _fetch(self, file: str) -> Path:
         path = self._repository.fetch(file, self._folder)
         shard = FixedFile.at(path)
-        sha256 = sha256_of_file(shard)
+        sha256 = shard.sha256()
         self._repository.check_digest(file, path, sha256)
         if self._folder is not None and not self._samples[file].exists:
             self._samples[file].write(shard, sha256)

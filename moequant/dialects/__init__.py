@@ -1,7 +1,8 @@
 """Dialects: the tensor names, encodings and `quantization_config` that engines expect.
 
 A new dialect is one file here, its formats in schemes.py and one line in REGISTRY, which tests and
-the command line read.
+the command line read. What engines make of it is in `moequant.compatibility`; CONTRIBUTING.md lists
+all files.
 """
 
 from __future__ import annotations

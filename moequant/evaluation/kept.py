@@ -19,7 +19,7 @@ import torch
 
 from moequant.errors import CheckpointError, MoequantError
 from moequant.storage.buffers import tensor_bytes
-from moequant.storage.disk import explained, fsync_directory, write_file
+from moequant.storage.disk import replace_file
 from moequant.storage.headers import DTYPES, dtype_name, encode_header, read_header_and_metadata
 from moequant.storage.reader import FixedFile
 from moequant.streaming.activations import join_parts, parts_of
@@ -76,15 +76,7 @@ def write_kept(
                 if tensor is not None:
                     yield tensor_bytes(tensor.contiguous())
 
-    partial = path.with_name(f".{path.name}.partial")
-    with explained(path, "written"):
-        try:
-            write_file(partial, chunks())
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    fsync_directory(path.parent)
+    replace_file(path, chunks())
 
 
 class KeptReference:

@@ -27,6 +27,7 @@ from pydantic import (
 
 from moequant.errors import ArchitectureError, UnsupportedError
 from moequant.models.architecture import EXPERT_BIAS, OTHER, ROUTED_EXPERTS, Architecture
+from moequant.storage.toml_files import parse_toml, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -218,21 +219,16 @@ def read_architectures(file: str | Path) -> tuple[Architecture, ...]:
             "docs/architectures.md"
         ) from None
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        text = read_text(path)
+    except (FileNotFoundError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ArchitectureError(
             f"{path}: {reason}; describe the architecture in a TOML file: docs/architectures.md"
         ) from None
-    except ValueError as error:  # the path has a NUL, or half of a surrogate pair
-        raise ArchitectureError(
-            f"architecture is {show(str(file))}, but must be the path of a TOML file: {error}; "
-            "remove that character"
-        ) from None
     try:
-        document = tomllib.loads(text)
-    except ValueError as error:  # not only TOMLDecodeError: a number may have too many digits
-        raise ArchitectureError(f"{path}: not TOML: {error}") from None
+        document = parse_toml(text)
+    except ValueError as error:
+        raise ArchitectureError(f"{path}: {error}") from None
     return _architectures_of(document, str(path))
 
 

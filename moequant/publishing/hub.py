@@ -125,9 +125,9 @@ class Destination:
         """Turn what huggingface_hub raises into an error with the next step."""
         try:
             yield
-        # The errors of its transports (httpx, xet) have no common base class.
         except MoequantError as error:
             raise MoequantError(f"{self.repo_id}: {error}") from None
+        # The errors of its transports (httpx, xet) have no common base class.
         except Exception as error:
             # What goes wrong in one of its threads comes as a RuntimeError.
             cause = error.__cause__ if isinstance(error, RuntimeError) else None

@@ -15,7 +15,7 @@ from moequant.publishing.plan import REPORT_FOLDER, plan_push
 from moequant.storage.files import CONFIG_FILE, PREPARED_FOLDER, RECORD_FILE
 from moequant.storage.model_card import CARD_FILE
 from moequant.verification import check_integrity
-from moequant.verification.stored import NOTES
+from moequant.verification.stored import is_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -199,8 +199,8 @@ def _stale(plan: PushPlan, there: Mapping[str, HubFile]) -> list[str]:
         elif path.parts[0] == PREPARED_FOLDER:
             is_stale = not same_conversion
         else:
-            is_note = path.suffix.lower() in NOTES or path.parts[0] in (CARD_FILE, REPORT_FOLDER)
-            is_stale = not is_note and not path.name.startswith(".")
+            is_ours = is_note(path) or path.parts[0] in (CARD_FILE, REPORT_FOLDER)
+            is_stale = not is_ours and not path.name.startswith(".")
         if is_stale:
             stale.append(name)
     return stale

@@ -62,27 +62,43 @@ def write_all(fd: int, position: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done:], position + done)
 
 
-def write_file(path: Path, chunks: Iterable[memoryview], how: int = os.O_TRUNC) -> None:
-    """Write a new file, or append to it with O_APPEND, and fsync it.
-
-    Raises OSError, which may leave an incomplete file.
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
+def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+    """Write a new file, and fsync it; raises OSError, which may leave an incomplete file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        for chunk in chunks:
-            while chunk:
-                chunk = chunk[os.write(fd, chunk) :]
-        os.fsync(fd)
+        _write_on(fd, chunks)
     finally:
         os.close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def append_to_file(path: Path, data: bytes) -> None:
+    """Append to a file, or create it, and fsync it; after an OSError it is what it was before."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        try:
+            _write_on(fd, [memoryview(data)])
+        except BaseException:
+            os.ftruncate(fd, size_bytes)
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write_on(fd: int, chunks: Iterable[memoryview]) -> None:
+    for chunk in chunks:
+        while chunk:
+            chunk = chunk[os.write(fd, chunk) :]
+    os.fsync(fd)
+
+
+def replace_file(path: Path, data: bytes | Iterable[memoryview]) -> None:
     """Write `data` to `path` atomically: after a crash there is the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
+    chunks = [memoryview(data)] if isinstance(data, bytes) else data
     with explained(path, "written"):
         try:
-            write_file(partial, [memoryview(data)])
+            write_file(partial, chunks)
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)

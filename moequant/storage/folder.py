@@ -35,6 +35,12 @@ OTHER_WEIGHTS = (
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
 """Linux's limits, with room for the folder's own path."""
 
+INNER_NAME_RULE = (
+    f"have at most {_MAX_NAME_BYTES} bytes between slashes, fewer than {_MAX_PATH_BYTES} in all, "
+    "and no control characters, backslashes or .."
+)
+"""What `is_inner_name` wants, for messages."""
+
 UNFINISHED = (
     "an unfinished conversion, interrupted or still running; if it was interrupted, run the same "
     "moequant convert command again to finish it; if it ended with an error about a weight, do "
@@ -283,8 +289,7 @@ def _check_content(root: Path, name: Path) -> None:
     path, home = root / name, root.resolve()
     if not is_inner_name(str(name)):
         raise CheckpointError(
-            f"{root}: holds {str(name)!r}, but names must not have control characters or "
-            "backslashes; rename or remove it"
+            f"{root}: holds {str(name)!r}, but names must {INNER_NAME_RULE}; rename or remove it"
         )
     if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path}: neither a file nor a link to one; remove or replace it")

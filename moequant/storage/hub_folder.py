@@ -20,7 +20,14 @@ from moequant.storage.files import (
     QUANT_CFG_FILE,
     RECORD_FILE,
 )
-from moequant.storage.folder import PICKLES, Folder, is_inner_name, is_left_out, is_weights
+from moequant.storage.folder import (
+    INNER_NAME_RULE,
+    PICKLES,
+    Folder,
+    is_inner_name,
+    is_left_out,
+    is_weights,
+)
 from moequant.storage.headers import LENGTH_BYTES, MAX_HEADER_BYTES
 from moequant.storage.hub import (
     HubRepository,
@@ -136,8 +143,8 @@ class HubFolder(Folder):
         for file in files:
             if not is_inner_name(str(file)):
                 raise CheckpointError(
-                    f"{self.shown}: holds {str(file)!r}, but names must not have control "
-                    "characters or backslashes; give a repository without such a file"
+                    f"{self.shown}: holds {str(file)!r}, but names must {INNER_NAME_RULE}; give a "
+                    "repository without such a file"
                 )
         return [Path(file) for file in files]
 

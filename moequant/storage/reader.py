@@ -13,6 +13,7 @@ Decisions, each with the failure it prevents:
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from moequant.errors import CheckpointError
 from moequant.storage.disk import DISK_FAILED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+_DIGEST_CHUNK_BYTES = 8 << 20
 _MAX_BUFFERS = 1024
 """Linux's limit per call."""
 
@@ -103,6 +105,15 @@ class FixedFile:
                 chunk = buffer[: stop - position]
                 self._fill(fd, position, chunk)
                 yield chunk.toreadonly()
+
+    def sha256(self, read: Callable[[int], None] | None = None) -> str:
+        """SHA-256 of the file, in hex; `read` is told the bytes of each part. As `read_into`."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(0, self.size_bytes, _DIGEST_CHUNK_BYTES):
+            digest.update(chunk)
+            if read is not None:
+                read(len(chunk))
+        return digest.hexdigest()
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

@@ -6,7 +6,6 @@ conversion; `verify` checks the conversion itself.
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import PurePosixPath
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from moequant.progress import Progress
 
-_CHUNK_BYTES = 4 << 20
 _KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
 """Keys of moequant.json that the report repeats."""
 
@@ -174,14 +172,10 @@ def _check_digest(
 ) -> tuple[str, str] | None:
     """The file's name and what is wrong with its contents; None if nothing is."""
     entry, file = opened
-    digest = hashlib.sha256()
     try:
-        for chunk in file.chunks(0, file.size_bytes, _CHUNK_BYTES):
-            digest.update(chunk)
-            progress.advance(len(chunk), entry.file)
+        found = file.sha256(lambda size_bytes: progress.advance(size_bytes, entry.file))
     except CheckpointError as error:
         return entry.file, str(error).removeprefix(f"{file.path}: ")
-    found = digest.hexdigest()
     if found != entry.sha256 and not card_is_of(file.path, entry.sha256):
         return entry.file, f"SHA-256 is {found}, but {entry.sha256} is recorded"
     return None

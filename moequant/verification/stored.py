@@ -28,7 +28,7 @@ from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
-    from pathlib import Path
+    from pathlib import Path, PurePath
 
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 
 NOTES = (".md", ".png", ".jpg", ".svg", ".html")
-"""Suffixes of files that may be added to a checkpoint, because no engine reads them."""
+"""Suffixes, in lower case, of files that may be added to a checkpoint: no engine reads them."""
+
+
+def is_note(file: PurePath) -> bool:
+    """Whether a file may be added to a checkpoint."""
+    return file.suffix.lower() in NOTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,5 +236,5 @@ def check_nothing_added(path: Path, known: Set[str], message: str, findings: Fin
         findings.add("sidecars", str(path), str(error))
         return
     for file in sorted(found, key=lambda file: natural_key(str(file))):
-        if str(file) not in known and file.suffix not in NOTES:
+        if str(file) not in known and not is_note(file):
             findings.add("sidecars", str(file), message)

@@ -7,7 +7,6 @@ in a hidden file beside them, which no engine reads and no upload takes along.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,9 +23,6 @@ from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from moequant.verification.report import Report
-
-
-_CHUNK_BYTES = 1 << 20
 
 
 class _Read(BaseModel):
@@ -150,11 +146,7 @@ def read_verified(path: Path) -> Verified | None:
 
 def _digest(file: Path) -> str | None:
     """SHA-256 of a file in hex; None if it cannot be read."""
-    digest = hashlib.sha256()
     try:
-        opened = FixedFile.at(file)
-        for chunk in opened.chunks(0, opened.size_bytes, _CHUNK_BYTES):
-            digest.update(chunk)
+        return FixedFile.at(file).sha256()
     except CheckpointError:
         return None
-    return digest.hexdigest()

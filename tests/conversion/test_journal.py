@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 
 from moequant.conversion.finished_shard import FinishedShard, UsedQuantizer
 from moequant.conversion.journal import Journal
+from moequant.errors import MoequantError
 from moequant.progress import SilentProgress
 
 FILES = ["a.safetensors", "b.safetensors"]
@@ -157,3 +159,21 @@ def test_the_last_of_two_lines_for_a_shard_holds(journal):
     assert list(journal.resume(FILES, SilentProgress())) == FILES[1:]
     write(journal, FILES[0], b"again")
     assert sorted(journal.resume(FILES, SilentProgress())) == FILES
+
+
+def test_a_line_that_could_not_be_written_does_not_spoil_the_next(journal, monkeypatch):
+    whole, real = lines_of(journal), os.write
+
+    def half_then_full(fd, data):
+        if len(data) > 20:
+            return real(fd, data[:20])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", half_then_full)
+        with pytest.raises(MoequantError, match="No space left on device"):
+            write(journal, "c.safetensors", b"c")
+    assert lines_of(journal) == whole
+    write(journal, "d.safetensors", b"d")
+    files = [*FILES, "c.safetensors", "d.safetensors"]
+    assert list(journal.resume(files, SilentProgress())) == [*FILES, "d.safetensors"]

@@ -80,6 +80,8 @@ def test_match_is_over_the_whole_name():
     ("text", "message"),
     [
         ("nonsense", "not TOML"),
+        (f"x = {'[' * 20_000}", "not TOML: it has too many brackets within each other"),
+        (f"x = {'1' * 5000}", "not TOML: Exceeds the limit"),
         ("", r"rules: missing; add a \[\[rules\]\] with roles or match, and a format$"),
         ("[[rules]]\nroles = ['attention']", r"rules\[0\].format: missing; add it$"),
         ("summary = 5", "summary: Input should be a valid string, but found 5"),
@@ -191,3 +193,8 @@ def test_what_is_no_size_is_refused(text):
         ValueError, match=r"not a size; give .* a unit \(B, KB, MB, GB or TB\), such as"
     ):
         parse_size(text)
+
+
+def test_a_path_that_no_file_can_have_is_refused():
+    with pytest.raises(RecipeError, match="no path of a file: embedded null byte; remove"):
+        load_recipe("a\0b")

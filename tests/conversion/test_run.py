@@ -317,3 +317,33 @@ def test_small_units_are_written_together_and_told_one_by_one(
     layers = [current for current, _ in steps.done if current.startswith("layer ")]
     assert layers == sorted(layers)
     assert set(layers) == {"layer 1/2", "layer 2/2"}
+
+
+def test_workers_that_run_are_waited_for_also_if_the_next_cannot_start(
+    make_checkpoint, tmp_path, monkeypatch
+):
+    submit, abort, started = ThreadPoolExecutor.submit, ShardWriter.abort, []
+    ended_at_abort = []
+
+    def refuse_the_second(pool, function, *arguments):
+        if function.__name__ != "_work":
+            return submit(pool, function, *arguments)
+        if started:
+            raise RuntimeError("can't start new thread")
+
+        def late():
+            time.sleep(0.2)
+            return function(*arguments)
+
+        started.append(submit(pool, late))
+        return started[0]
+
+    def look(written):
+        ended_at_abort.append(started[0].done())
+        abort(written)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse_the_second)
+    monkeypatch.setattr(ShardWriter, "abort", look)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        convert(make_checkpoint(), tmp_path / "out", format="nvfp4", workers=2)
+    assert ended_at_abort == [True]

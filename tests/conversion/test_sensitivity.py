@@ -215,3 +215,22 @@ def test_it_is_a_sum_of_squares_and_not_of_one_thread(source, stats, tmp_path):
         assert convert(source, tmp_path / "a", **settings).kept == one
     finally:
         torch.set_num_threads(before)
+
+
+def test_rules_that_apply_to_nothing_have_the_numbers_of_the_users_file(source, stats, tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        """
+        [[rules]]
+        roles = ["routed_experts"]
+        format = "nvfp4"
+        [[rules]]
+        match = "no_such_tensor"
+        format = "fp8_block"
+        """
+    )
+    result = convert(
+        source, tmp_path / "out", recipe=tmp_path / "mine.toml", statistics=stats,
+        keep_sensitive=2, dry_run=True,
+    )  # fmt: skip
+    about = [text for text in result.plan.warnings if "applies to no tensor" in text]
+    assert about == ["rules[1] of the recipe applies to no tensor of this checkpoint"]

@@ -497,6 +497,7 @@ def test_a_record_that_is_no_description_is_refused(definition):
     ("text", "message"),
     [
         ("[[architecture]", "mine.toml: not TOML"),
+        (f"x = {'[' * 20_000}", "mine.toml: not TOML: it has too many brackets"),
         ("fused = []", "mine.toml: architecture: Field required"),
         ("architecture = []", "mine.toml: architecture: "),
         (FILE + FILE.split("[common]")[1].partition("\n\n")[2], "'my_moe' is described twice"),
@@ -522,7 +523,7 @@ def test_a_file_that_is_no_path_is_refused_by_name(file):
 
 
 def test_a_path_that_no_file_can_have_is_refused_by_name():
-    said = r"^architecture is 'a\\x00b', but must be the path of a TOML file: embedded null byte;"
+    said = r"^a\x00b: no path of a file: embedded null byte; remove that character; describe"
     with pytest.raises(ArchitectureError, match=said):
         read_architectures("a\0b")
     with pytest.raises(ArchitectureError, match="File name too long; describe the architecture"):

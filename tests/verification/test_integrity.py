@@ -119,6 +119,7 @@ def test_damage_to_any_file_is_named(copy, file, damage):
 def test_a_file_that_was_not_written_is_named(copy, file):
     (copy / file).write_bytes(b"")
     (copy / "README.md").write_text("notes may be added")
+    (copy / "LOGO.PNG").write_text("in any case")
     assert [problem.name for problem in check_integrity(copy).problems] == [file]
 
 

@@ -602,6 +602,7 @@ def test_a_file_that_an_engine_would_read_but_the_source_has_not_is_named(source
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("{}")
     (folder / "NOTES.md").write_text("mine")
+    (folder / "LOGO.PNG").write_text("mine")
     assert list(problems(verify(folder, against=source, layers=0))) == [name]
 
 
