@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
 from moequant.storage.disk import existing_parent
-from moequant.storage.documents import read_document
+from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.storage.folder import is_inner_name
 from moequant.storage.reader import FixedFile
@@ -57,12 +57,8 @@ def is_work_left(
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
-    recorded = record.get("source")
-    if (
-        record.get("plan_sha256") != plan_sha256
-        or not isinstance(recorded, dict)
-        or not source().items() <= recorded.items()
-    ):
+    recorded = object_at(record, "source")
+    if record.get("plan_sha256") != plan_sha256 or not source().items() <= recorded.items():
         holds = f"a conversion{_formats_of(record)} with other settings or of another source"
         raise MoequantError(
             f"{output}: not empty; holds {holds if record else f'no readable {RECORD_FILE}'}; "
@@ -74,15 +70,13 @@ def is_work_left(
 
 def _formats_of(document: Mapping[str, Any]) -> str:
     """Formats and statistics of a record or plan, in words; the document may have been edited."""
-    recipe = document.get("recipe")
-    rules = recipe.get("rules") if isinstance(recipe, dict) else None
+    rules = object_at(document, "recipe").get("rules")
     if not isinstance(rules, list):
         return ""
     named = [rule.get("format") for rule in rules if isinstance(rule, dict)]
     formats = [format for format in WRITABLE if format in named]
     into = f" into {' and '.join(formats)}" if formats else ""
-    statistics = document.get("statistics")
-    if isinstance(statistics, dict):
+    if statistics := object_at(document, "statistics"):
         return f"{into}, with the statistics of header SHA-256 {statistics.get('sha256')!s:.64},"
     return into
 
@@ -98,9 +92,7 @@ def read_record(output: Path) -> dict[str, Any]:
 
 def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
     """Names of the sidecar files in a record, which may have been edited."""
-    source = record.get("source")
-    sidecars = source.get("sidecars") if isinstance(source, dict) else None
-    return list(filter(is_inner_name, sidecars)) if isinstance(sidecars, dict) else []
+    return list(filter(is_inner_name, object_at(object_at(record, "source"), "sidecars")))
 
 
 def check_apart(source: Checkpoint, output: Path) -> None:

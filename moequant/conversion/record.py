@@ -12,6 +12,7 @@ from moequant.conversion.source_identity import content_digests, source_digests
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
+from moequant.storage.documents import object_at
 from moequant.storage.files import HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE
 
 if TYPE_CHECKING:
@@ -138,8 +139,7 @@ def recorded_claims(
     Raises:
         CheckpointError: the source cannot be read.
     """
-    recorded = record.get("source")
-    origin = recorded if isinstance(recorded, dict) else {}
+    origin = object_at(record, "source")
     digests = source_digests(source, copied_sidecars(source))
     if "content_sha256" in origin:
         digests |= content_digests(source, workers, SilentProgress())

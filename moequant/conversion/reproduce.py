@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.conversion.recipe import FROM_FILE, OutputSettings, Recipe
 from moequant.conversion.record import recorded_recipe
 from moequant.errors import MoequantError
+from moequant.storage.documents import object_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -115,6 +116,5 @@ def _value(value: object) -> str:
 
 def _recorded(record: Mapping[str, Any], key: str) -> str | None:
     """A text that the record says of the source."""
-    source = record.get("source")
-    value = source.get(key) if isinstance(source, dict) else None
+    value = object_at(record, "source").get(key)
     return value if isinstance(value, str) else None

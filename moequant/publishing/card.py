@@ -17,6 +17,7 @@ from moequant.formats import CONVERTIBLE
 from moequant.publishing.markdown import code_block, link, plain, table
 from moequant.publishing.metadata import merged_metadata
 from moequant.publishing.quality import quality_table
+from moequant.storage.documents import object_at
 from moequant.storage.model_card import mark_of
 from moequant.units import size
 
@@ -297,8 +298,7 @@ def _making(facts: CardFacts) -> Iterator[str]:
 
 def _provenance(facts: CardFacts) -> Iterator[tuple[str, str]]:
     record = facts.record
-    source = record.get("source")
-    source = source if isinstance(source, dict) else {}
+    source = object_at(record, "source")
     yield "source revision", _text(source.get("commit"))
     yield "moequant", _text(record.get("moequant"))
     yield "torch", _text(record.get("torch"))

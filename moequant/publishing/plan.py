@@ -17,7 +17,7 @@ from moequant.publishing.quality import read_quality
 from moequant.publishing.serving import serving_of
 from moequant.reporting import pictures_of
 from moequant.storage.checkpoint import Checkpoint
-from moequant.storage.documents import read_document
+from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import MANIFEST_FILE, PAGE_SUFFIXES, PREPARED_FOLDER, RECORD_FILE
 from moequant.storage.model_card import CARD_FILE
 from moequant.storage.reader import FixedFile
@@ -199,8 +199,8 @@ def _prepared_targets(files: Sequence[PublishedFile]) -> list[Path]:
 
 
 def _source_card(path: Path, record: Mapping[str, Any]) -> SourceCard:
-    file, sidecars = path / CARD_FILE, _source(record).get("sidecars")
-    recorded = sidecars.get(CARD_FILE) if isinstance(sidecars, dict) else None
+    file = path / CARD_FILE
+    recorded = object_at(object_at(record, "source"), "sidecars").get(CARD_FILE)
     if not file.is_file():
         return NO_CARD
     return read_card(file.read_bytes(), recorded_sha256=recorded)
@@ -208,14 +208,8 @@ def _source_card(path: Path, record: Mapping[str, Any]) -> SourceCard:
 
 def _recorded_source(record: Mapping[str, Any]) -> str | None:
     """The repository that was converted; None for a directory."""
-    repository = _source(record).get("repository")
+    repository = object_at(record, "source").get("repository")
     return repository if isinstance(repository, str) else None
-
-
-def _source(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the record, which may have been edited, says of the source."""
-    source = record.get("source")
-    return source if isinstance(source, dict) else {}
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:

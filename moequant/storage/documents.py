@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from moequant.storage.reader import FixedFile
@@ -54,6 +54,12 @@ def read_document(file: FixedFile) -> dict[str, Any]:
     raise CheckpointError(
         f"{file.path}: nested deeper than the {_MAX_DEPTH} levels that are allowed; {_REMEDY}"
     )
+
+
+def object_at(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The JSON object at a key of a document that may have been edited; empty for all else."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:

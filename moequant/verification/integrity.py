@@ -15,7 +15,7 @@ from moequant.conversion import DEFAULT_WORKERS, is_unfinished
 from moequant.errors import CheckpointError, MoequantError
 from moequant.progress import SilentProgress
 from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
-from moequant.storage.documents import read_document
+from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -107,11 +107,10 @@ def check_integrity(
 
 def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[RecordedFile]:
     """Every recorded file; invalid entries become problems."""
-    source = record.get("source")
     tables = {
         "shards": record.get("shards"),
         "files": record.get("files"),
-        "source.sidecars": source.get("sidecars") if isinstance(source, dict) else None,
+        "source.sidecars": object_at(record, "source").get("sidecars"),
     }
     for key, table in tables.items():
         if not isinstance(table, dict) or (not table and key != "source.sidecars"):
