@@ -85,14 +85,7 @@ class Destination:
         """Every file that is there; raises as `create`."""
         with self._explained():
             info = _api().model_info(self.repo_id, revision=self.revision, files_metadata=True)
-        return {
-            sibling.rfilename: HubFile(
-                size_bytes=-1 if sibling.size is None else sibling.size,
-                sha256=sibling.lfs.sha256 if sibling.lfs else None,
-                blob_id=sibling.blob_id or "",
-            )
-            for sibling in info.siblings or ()
-        }
+        return {one.rfilename: HubFile.of(one) for one in info.siblings or ()}
 
     def commit(
         self, message: str, add: Iterable[PublishedFile] = (), delete: Iterable[str] = ()

@@ -26,6 +26,8 @@ from moequant.storage.reader import FixedFile
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from huggingface_hub.hf_api import RepoSibling
+
 # Second copies of the weights: other frameworks', Meta's and Mistral's.
 NOT_DOWNLOADED = [
     *(f"*{suffix}" for suffix in OTHER_WEIGHTS), "original/*", "consolidated*.safetensors",
@@ -42,14 +44,22 @@ class HubFile:
     """A file of a repository.
 
     Attributes:
-        size_bytes: its size.
+        size_bytes: its size; -1 if the hub does not say.
         sha256: its digest in hex; None for a file in git, which the hub has no SHA-256 of.
-        blob_id: the hub's name of its content: the SHA-256, or a hash by git.
+        blob_id: the hub's name of its content: the SHA-256, or for a file in git its hash there.
     """
 
     size_bytes: int
     sha256: str | None
     blob_id: str
+
+    @classmethod
+    def of(cls, found: RepoSibling) -> HubFile:
+        """What `model_info` says of a file."""
+        sha256 = found.lfs.sha256 if found.lfs else None
+        blob_id = sha256 or found.blob_id or ""
+        size_bytes = -1 if found.size is None else found.size
+        return cls(size_bytes=size_bytes, sha256=sha256, blob_id=blob_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +90,12 @@ class HubRepository:
 
         with explained(repo_id, revision):
             found = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-        files = {}
-        for sibling in found.siblings or ():
-            if sibling.size is None:
-                raise CheckpointError(
-                    f"{repo_id}: the hub gives no size of {sibling.rfilename}; check HF_ENDPOINT, "
-                    f"or run `hf download {repo_id}` and give the directory it prints"
-                )
-            sha256 = sibling.lfs.sha256 if sibling.lfs else None
-            files[sibling.rfilename] = HubFile(
-                size_bytes=sibling.size, sha256=sha256, blob_id=sha256 or sibling.blob_id or ""
+        files = {one.rfilename: HubFile.of(one) for one in found.siblings or ()}
+        unknown = next((name for name, file in files.items() if file.size_bytes < 0), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"{repo_id}: the hub gives no size of {unknown}; check HF_ENDPOINT, or run "
+                f"`hf download {repo_id}` and give the directory it prints"
             )
         assert found.sha is not None, "asked for one revision"
         return cls(repo_id=repo_id, revision=revision, commit=found.sha, files=files)
