@@ -9,12 +9,9 @@ from moequant.conversion.finished_shard import UsedQuantizer
 from moequant.conversion.items import dequantizing_units
 from moequant.conversion.journal import is_unfinished
 from moequant.conversion.merging import merged_errors
-from moequant.conversion.pipeline import (
-    DEFAULT_WORKERS,
-    ConversionResult,
-    convert,
-)
+from moequant.conversion.pipeline import DEFAULT_WORKERS, convert
 from moequant.conversion.plan import Plan, plan_checkpoint
+from moequant.conversion.planned_conversion import ConversionResult
 from moequant.conversion.quantize_unit import (
     convert_again,
     convert_unit,

@@ -402,7 +402,7 @@ def test_bytes_do_not_depend_on_workers_or_interruptions(source, stats, tmp_path
         raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr("moequant.conversion.pipeline.commit", stop)
+        patch.setattr("moequant.conversion.planned_conversion.commit", stop)
         with pytest.raises(StopError):
             convert(source, tmp_path / "out", **settings)
     resumed = convert(source, tmp_path / "out", **settings)

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 
 from moequant.cli import cli
 from moequant.conversion import convert
+from moequant.conversion.arguments import choose_executor
 from moequant.conversion.finished_shard import UsedQuantizer
-from moequant.conversion.pipeline import choose_executor
 from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
 from moequant.errors import MoequantError
@@ -33,10 +33,10 @@ SETTINGS = {"format": "nvfp4", "max_shard_size": "2MB"}
 
 CONVERT = """
 import json, sys
-from moequant.conversion import convert, pipeline
+from moequant.conversion import convert, planned_conversion
 from moequant.errors import MoequantError
 
-commit = pipeline.commit
+commit = planned_conversion.commit
 
 
 def commit_without_leftovers(source, plan, journal, *others):
@@ -44,7 +44,7 @@ def commit_without_leftovers(source, plan, journal, *others):
     commit(source, plan, journal, *others)
 
 
-pipeline.commit = commit_without_leftovers
+planned_conversion.commit = commit_without_leftovers
 source, output = sys.argv[1:3]
 settings = {"format": "nvfp4", "max_shard_size": "2MB", "workers": 1, "executor": "ray"}
 try:

@@ -141,7 +141,7 @@ def test_an_interrupted_conversion_continues_with_the_same_options_only(
         raise _StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr("moequant.conversion.pipeline.commit", stop)
+        patch.setattr("moequant.conversion.planned_conversion.commit", stop)
         with pytest.raises(_StopError):
             convert(source, tmp_path / "out", options=GPTQ, **given)
     with pytest.raises(Exception, match="unfinished conversion into mxfp4"):

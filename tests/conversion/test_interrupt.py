@@ -67,7 +67,7 @@ MOMENTS = {
         "before",
     ),
     "between two shards": ("moequant.conversion.journal", "Journal", "record", 2, "after"),
-    "after the last shard": ("moequant.conversion.pipeline", "", "commit", 1, "before"),
+    "after the last shard": ("moequant.conversion.planned_conversion", "", "commit", 1, "before"),
     "before the shards move": ("moequant.conversion.commit", "", "_move", 2, "before"),
     "before the index": ("moequant.conversion.commit", "", "_move", 3, "before"),
     "before the config": ("moequant.conversion.commit", "", "_move", 4, "before"),

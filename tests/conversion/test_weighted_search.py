@@ -213,7 +213,7 @@ def test_an_interrupted_conversion_continues_with_its_statistics_only(
         raise _StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr("moequant.conversion.pipeline.commit", stop)
+        patch.setattr("moequant.conversion.planned_conversion.commit", stop)
         with pytest.raises(_StopError):
             convert(source, out, statistics=stats, **settings)
     other = measure(source, tmp_path / "other", seed=1)
