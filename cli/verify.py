@@ -161,6 +161,8 @@ def _remedy(report: Report | IntegrityReport) -> str:
             "name the checkpoint it was converted from, which is another or was another version, "
             "or convert again with --overwrite"
         )
+    if all(problem.message.endswith("remove it") for problem in report.problems):
+        return "remove these files"
     if all(problem.check == "backend" for problem in report.problems):
         return "serve with another backend; the weights are right"
     return "convert again with --overwrite, or copy the files again"

@@ -60,9 +60,14 @@ def is_work_left(
     recorded = object_at(record, "source")
     if record.get("plan_sha256") != plan_sha256 or not source().items() <= recorded.items():
         holds = f"a conversion{_formats_of(record)} with other settings or of another source"
+        if not record:
+            raise MoequantError(
+                f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
+                "or write into it with --overwrite, which leaves files of other origin there"
+            )
         raise MoequantError(
-            f"{output}: not empty; holds {holds if record else f'no readable {RECORD_FILE}'}; "
-            "choose another directory, or replace its content with --overwrite"
+            f"{output}: not empty; holds {holds}; choose another directory, or replace its content "
+            "with --overwrite"
         )
     _check_whole(output, record)
     return False

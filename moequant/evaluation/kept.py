@@ -95,8 +95,8 @@ class KeptReference:
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
         self._path = path
         self._file = FixedFile.at(path)
-        self._infos, metadata = read_header_and_metadata(self._file, path.name)
         try:
+            self._infos, metadata = read_header_and_metadata(self._file, path.name)
             document = json.loads(metadata[_KEY])
             before, self._batches = document["reference"], document["batches"]
             complete = set(self._infos) == {
@@ -108,7 +108,7 @@ class KeptReference:
                 isinstance(batch["sha256"], str) and (batch["tuple"] or batch["parts"] == [True])
                 for batch in self._batches
             )
-        except (KeyError, TypeError, ValueError):
+        except (CheckpointError, KeyError, TypeError, ValueError):
             complete = False
         if not complete:
             raise MoequantError(f"{path}: not what `moequant evaluate --keep` writes; {_ADVICE}")

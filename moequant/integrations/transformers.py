@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from itertools import chain
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -264,7 +265,8 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
     """config.json as read by transformers, without quantization_config, which moequant reads.
 
     Raises:
-        CheckpointError: transformers refuses it.
+        CheckpointError: transformers refuses it, or what it says of the language model is no
+            object.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -274,6 +276,12 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
             f"{error}"
         ) from error
+    language = config.get_text_config(decoder=True)
+    if not isinstance(language, transformers.PretrainedConfig):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: its text_config, decoder or generator is {show(language)}, "
+            "but must be an object; correct config.json"
+        )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

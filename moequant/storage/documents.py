@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from reprlib import Repr
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 100_000_000
 """Largest header that safetensors accepts; real indices and configs are far smaller."""
+
+_names = Repr()
+_names.maxstring = 300
+show_name = _names.repr
+"""A name from an untrusted file, for messages: whole, as names of tensors are, but not endless."""
 
 _REMEDY = "correct it or fetch it again"
 _MAX_DEPTH = 100
@@ -91,5 +97,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {show(twice)} occurs twice")
+        raise ValueError(f"key {show_name(twice)} occurs twice")
     return fields

@@ -23,7 +23,7 @@ import torch
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.storage.buffers import PAGE_BYTES
-from moequant.storage.documents import MAX_BYTES, parse_object
+from moequant.storage.documents import MAX_BYTES, parse_object, show_name
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def encode_header(
 
 
 def _refusal(path: Path, fault: str, tensor: str | None = None) -> CheckpointError:
-    where = f"{path}: " if tensor is None else f"{path}: tensor {show(tensor)}: "
+    where = f"{path}: " if tensor is None else f"{path}: tensor {show_name(tensor)}: "
     return CheckpointError(f"{where}{fault}; {_REMEDY}")
 
 

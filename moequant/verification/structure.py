@@ -144,9 +144,8 @@ def check_sidecars(
     # No file may be added that an engine would read: code, templates, other weights.
     if by_moequant:
         known = {*sidecars, *(p.relative_to(path) for p in path.glob("*.safetensors"))}
-        check_nothing_added(
-            path, set(map(str, known)), "not from the source; engines may read it", findings
-        )
+        message = "not from the source; engines may read it: remove it"
+        check_nothing_added(path, set(map(str, known)), message, findings)
 
 
 def _show(dtype: str, shape: tuple[int, ...]) -> str:

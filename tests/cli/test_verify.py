@@ -212,3 +212,11 @@ def test_a_note_that_cannot_be_written_is_a_warning(run, source, copy):
     result = run("verify", copy, "--against", source, "--layers", "0")
     assert result.exit_code == 0
     assert "moequant push needs the note that it was verified" in result.stderr
+
+
+def test_files_of_other_origin_are_to_be_removed(run, source, copy):
+    (copy / "chat_template.jinja").write_text("another")
+    for arguments in (("--against", source, "--layers", 0), ("--integrity",)):
+        result = run("verify", copy, *arguments)
+        assert result.exit_code == 5
+        assert result.stderr.splitlines()[-1] == "To fix it: remove these files"

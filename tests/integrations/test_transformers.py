@@ -364,6 +364,13 @@ class TestErrors:
         with pytest.raises(CheckpointError, match=r"config\.json: transformers .* cannot read it"):
             load_model(path)
 
+    def test_a_text_config_that_is_no_object(self, converted, tmp_path):
+        path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "converted")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "text_config": []}))
+        with pytest.raises(CheckpointError, match=r"its text_config, .* is \[\], but must be an"):
+            load_model(path)
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

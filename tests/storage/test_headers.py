@@ -255,3 +255,13 @@ def test_damaged_header_is_refused_or_still_covers_the_file(
     for info in infos.values():
         assert 8 * info.size_bytes == bit_count(info.dtype, info.shape)
     assert max(info.stop for info in infos.values()) == len(content)
+
+
+def test_a_faulty_tensor_is_named_whole(tmp_path):
+    name = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    text = json.dumps({name: {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / FILE
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(CheckpointError) as refused:
+        read_header(path, FILE)
+    assert str(refused.value).startswith(f"{path}: tensor {name!r}: dtype 'F99', not one of ")
