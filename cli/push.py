@@ -143,9 +143,9 @@ def _show_plan(out: Output, result: Mapping[str, Any]) -> None:
         {
             "checkpoint": result["path"],
             "repository": f"{result['repository']}{branch}",
-            "verified": f"no: {result['not_verified']}"
-            if not result["verified"]
-            else "yes; a push first compares every file with moequant.json",
+            "verified": "yes; a push first compares every file with moequant.json"
+            if result["verified"]
+            else f"no: {result['not_verified']}",
             "size": f"{size(result['bytes'])} in {count(len(result['files']), 'file')}",
             "left out": ", ".join(result["left_out"]) or "nothing",
         }

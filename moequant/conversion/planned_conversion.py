@@ -29,6 +29,7 @@ from moequant.conversion.streaming import Stream, kept_bytes, remove_fetched
 from moequant.errors import MoequantError, NonFiniteError, NumericsError
 from moequant.quantizers import choose_quantizer
 from moequant.storage.disk import existing_parent, explained
+from moequant.storage.documents import object_at
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.headers import TensorInfo
 from moequant.storage.hub_folder import Download, check_cache_space, download_of
@@ -264,8 +265,7 @@ def _resume_or_begin(
         _check_room(work, state, finished, freed_bytes=0)
         return finished
     if journal.exists and not work.overwrite:
-        before = recorded.get("source_state")
-        known = before if isinstance(before, dict) else {}
+        known = object_at(recorded, "source_state")
         changed = next((file for file, now in state.items() if known.get(file) != now), "")
         begun = recorded.get("commit")
         instead = f"continue with --revision {begun}, or " if isinstance(begun, str) else ""

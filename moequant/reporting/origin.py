@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.conversion import recorded_recipe
 from moequant.conversion.reproduce import conversion_command, recipe_toml
 from moequant.errors import MoequantError
+from moequant.storage.documents import object_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,13 +34,13 @@ def describe_origin(
         `gptq_errors`.
     """
     recipe = _recipe(record)
-    found = _table(record.get("source"))
+    found = object_at(record, "source")
     made_from = {key: _text(found.get(key)) for key in _SOURCE}
     return {
         **{key: _text(record.get(key)) for key in ("moequant", "torch", "plan_sha256")},
         "source": {**made_from, "bytes": _total_bytes(found.get("files"))},
-        "statistics": _text(_table(record.get("statistics")).get("sha256")),
-        "activation_scales": _text(_table(record.get("activation_scales")).get("sha256")),
+        "statistics": _text(object_at(record, "statistics").get("sha256")),
+        "activation_scales": _text(object_at(record, "activation_scales").get("sha256")),
         "recipe": recipe and {"summary": recipe.summary, "toml": recipe_toml(recipe)},
         "command": recipe and conversion_command(record, source or "SOURCE", output),
         "files": [*_files(record)],
@@ -60,7 +61,7 @@ def _recipe(record: Mapping[str, Any]) -> Recipe | None:
 
 def _files(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for key in ("shards", "files"):
-        for file, entry in _table(record.get(key)).items():
+        for file, entry in object_at(record, key).items():
             size_bytes, digest = _table(entry).get("bytes"), _text(_table(entry).get("sha256"))
             if type(size_bytes) is int and digest is not None:
                 yield {"file": file, "bytes": size_bytes, "sha256": digest}

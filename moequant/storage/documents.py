@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 100_000_000
 """Largest header that safetensors accepts; real indices and configs are far smaller."""
 
-_names = Repr()
-_names.maxstring = 300
-show_name = _names.repr
+_NAMES = Repr()
+_NAMES.maxstring = 300
+show_name = _NAMES.repr
 """A name from an untrusted file, for messages: whole, as names of tensors are, but not endless."""
 
 _REMEDY = "correct it or fetch it again"

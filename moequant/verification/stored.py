@@ -91,7 +91,7 @@ def existing_directory(converted: str | Path) -> Path:
 
 
 def _is_of_checkpoint(name: str) -> bool:
-    """Whether a file of this name is in converted checkpoints alone, of those that were damaged."""
+    """Whether a file of this name belongs to a checkpoint, be it whole or damaged."""
     return name in (CONFIG_FILE, INDEX_FILE, RECORD_FILE) or name.endswith(".safetensors")
 
 
