@@ -69,7 +69,7 @@ class Examined:
 def examine(
     checkpoint: Checkpoint, own: Sequence[Architecture] = (), *, layers: int | None = None
 ) -> Examined:
-    """Read headers and scales of a checkpoint.
+    """Read headers and small tensors, such as scales, of a checkpoint.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -154,7 +154,7 @@ def _of_quantized(
         check_experts(architecture, moe, roles, plain)
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
-        defects += scale_defects(checkpoint, modules, dialect, layers)
+        defects += scale_defects(checkpoint, modules, dialect, config, layers, described)
     return {
         **_of_modules(modules, dialect, config),
         **_of_experts(_formats_by_layer(architecture, moe, dialect, modules, config).values()),
@@ -176,8 +176,7 @@ def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[s
             continue
         if module.stated not in dialect.encodings:
             continue
-        suffixes = dialect.encoding(module.stated).suffixes
-        parts = {suffix: module.parts[suffix] for suffix in suffixes if suffix in module.parts}
+        parts = module.encoded_parts(dialect)
         encoded_shape(module.name, dialect, module.stated, parts, block_of(module.name))
 
 

@@ -58,6 +58,12 @@ class Module:
         weight = self.parts.get("weight")
         return weight.shape if weight is not None and len(weight.shape) == 2 else None
 
+    def encoded_parts(self, dialect: Dialect) -> dict[str, TensorInfo]:
+        """The tensors of its weight by suffix, in the order of the encoding of its format."""
+        assert self.stated is not None
+        suffixes = dialect.encoding(self.stated).suffixes
+        return {suffix: self.parts[suffix] for suffix in suffixes if suffix in self.parts}
+
 
 def modules_in(
     tensors: Mapping[str, TensorInfo],

@@ -1,10 +1,9 @@
-"""Defects that the scales of a checkpoint show; codes are never read."""
+"""Defects that the small tensors of quantized weights show, which are scales; not their codes."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isinf, isnan
 from typing import TYPE_CHECKING
@@ -12,10 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.compatibility.facts import Defect
+from moequant.compatibility.small_tensors import look_at
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import ROUTED_EXPERTS
+from moequant.weights.source_encoded import check_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import Any
 
     from torch import Tensor
 
@@ -27,14 +30,6 @@ if TYPE_CHECKING:
 
 LAYERS_OF_HUB = 3
 """Layers of a checkpoint on the hub whose scales are read by default: first, middle and last."""
-_REMOTE_BYTES = 4096
-"""What is read of a scale on the hub: a converter that writes NaN writes nothing else."""
-_GAP_BYTES = _REMOTE_BYTES
-"""What is read between two scales rather than ask twice; a request takes longer."""
-_CALL_BYTES = 1 << 20
-"""Scales are read together up to this size."""
-_AT_ONCE = 16
-_READS_A_TASK = 256
 _E8M0_NAN = 255
 _ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
@@ -53,20 +48,35 @@ class _Read:
     Attributes:
         module: the module.
         weight: what is wrong with its scales, in words; empty if nothing is.
+        refused: why decoding the weight would stop, in words; empty if it would not.
         is_zero: whether a scale that multiplies is all zero, and so is the weight.
         global_scale: as stored; None without one.
     """
 
     module: Module
     weight: str = ""
+    refused: str = ""
     is_zero: bool = False
     global_scale: float | None = None
 
 
 def scale_defects(
-    checkpoint: Checkpoint, modules: Sequence[Module], dialect: Dialect, layers: Collection[int]
+    checkpoint: Checkpoint,
+    modules: Sequence[Module],
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    layers: Collection[int],
+    described: Collection[str] = (),
 ) -> Iterator[Defect]:
-    """The defects that the scales of routed experts in some layers show.
+    """The defects that the scales and logical shapes of routed experts in some layers show.
+
+    Args:
+        checkpoint: the checkpoint.
+        modules: of `modules_in`.
+        dialect: the dialect of its quantized weights.
+        config: its quantization_config, completed.
+        layers: the layers.
+        described: modules of which headers show a defect: these cannot be decoded.
 
     Raises:
         CheckpointError: a file is unreadable, or has changed.
@@ -79,15 +89,26 @@ def scale_defects(
         and m.quantized
         and m.stated in dialect.encodings
     ]
-    scales_of = {module.name: _scales_of(checkpoint, module, dialect) for module in wanted}
-    seen = _look_at(checkpoint, [info for infos in scales_of.values() for info in infos])
-    read = [_judged(module, dialect, scales_of[module.name], seen) for module in wanted]
+    small = {module.name: _small_tensors(checkpoint, module, dialect) for module in wanted}
+    refusal = _decoder([m for m in wanted if m.name not in described], dialect, config)
+
+    def look(info: TensorInfo, values: Tensor) -> _Seen:
+        return _Seen(
+            wrong=_wrong_values(values, whole=values.shape == info.shape),
+            number=values.float().item() if values.numel() == 1 else None,
+            refused=refusal(info, values),
+        )
+
+    seen = look_at(checkpoint, [info for infos in small.values() for info in infos], look)
+    read = [_judged(module, dialect, small[module.name], seen) for module in wanted]
     yield from _wrong("bad-weight-scales", [(r.module.name, r.weight) for r in read])
+    refused = [(r.module.name, r.refused) for r in read if not r.weight]
+    yield from _wrong("refused-weights", refused)
     zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
     if zero:
         yield Defect(id="zero-weight-scales", names=zero)
     yield from _unequal(read)
-    inputs = [i for m in wanted for i in _inputs(m, dialect, scales_of[m.name], seen)]
+    inputs = [i for m in wanted for i in _inputs(m, dialect, small[m.name], seen)]
     yield from _of_experts([i for i in inputs if not i.scale.of_layer])
     yield from _of_layers([i for i in inputs if i.scale.of_layer])
     yield from _unequal_inputs([i for i in inputs if i.scale.of_layer])
@@ -143,11 +164,11 @@ class _Input:
 
 
 def _inputs(
-    module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
+    module: Module, dialect: Dialect, small: Iterable[TensorInfo], seen: Mapping[str, _Seen]
 ) -> Iterator[_Input]:
     assert module.stated is not None
     scale = dialect.input_scale(module.stated)
-    for info in scales:
+    for info in small:
         if scale is None or info.name != scale.name_of(module.name):
             continue
         number = seen[info.name].number
@@ -201,85 +222,83 @@ def _unequal_inputs(inputs: Iterable[_Input]) -> Iterator[Defect]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a scale shows: what is wrong with it, in words, and its number if it is a single one."""
+    """What a small tensor shows.
+
+    Attributes:
+        wrong: what is wrong with it as a scale, in words.
+        number: its number if it is a single one.
+        refused: why decoding its weight would stop, in words.
+    """
 
     wrong: str
     number: float | None
+    refused: str
 
 
-def _scales_of(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list[TensorInfo]:
-    """The scales of a module's weight, and that of its input if there is one."""
+def _small_tensors(checkpoint: Checkpoint, module: Module, dialect: Dialect) -> list[TensorInfo]:
+    """The tensors of a module's weight that are no codes, and the scale of its input if any."""
     assert module.stated is not None
-    suffixes = dialect.encodings[module.stated].scales
+    suffixes = dialect.encodings[module.stated].beside_codes
     found = [module.parts[s] for s in suffixes if s in module.parts]
     names = dialect.input_scale_specs(module.name, module.stated)
     return [*found, *(checkpoint.tensors[n] for n in names if n in checkpoint.tensors)]
 
 
-def _look_at(checkpoint: Checkpoint, scales: Iterable[TensorInfo]) -> dict[str, _Seen]:
-    """What each scale shows, by name; those that lie near each other are read together."""
-    calls: list[list[tuple[TensorInfo, slice | None]]] = []
-    size, end, is_local = 0, ("", 0), checkpoint.is_local
-    for info in sorted({info.name: info for info in scales}.values(), key=_place):
-        rows = None if is_local else _first_rows(info)
-        part = checkpoint.locate(info.name, rows).info
-        gap = part.start - end[1] if end[0] == info.file else -1
-        if not 0 <= gap <= _GAP_BYTES or size + part.size_bytes > _CALL_BYTES:
-            calls.append([])
-            size = 0
-        calls[-1].append((info, rows))
-        size, end = size + part.size_bytes, (info.file, part.stop)
+def _decoder(
+    modules: Iterable[Module], dialect: Dialect, config: Mapping[str, Any]
+) -> Callable[[TensorInfo, Tensor], str]:
+    """A function from a tensor of some modules and its values to why decoding would stop.
 
-    def look(calls: Sequence[Sequence[tuple[TensorInfo, slice | None]]]) -> dict[str, _Seen]:
-        found = {}
-        for call in calls:
-            ranges = [(info.name, rows) for info, rows in call]
-            read = checkpoint.read_all(ranges, gap_bytes=_GAP_BYTES)
-            for (info, _), values in zip(call, read, strict=True):
-                found[info.name] = _Seen(
-                    wrong=_wrong_values(values, whole=values.shape == info.shape),
-                    number=values.float().item() if values.numel() == 1 else None,
-                )
-        return found
+    It asks the decoder itself, which gets codes without data; "" of other tensors, and of a part.
+    """
+    block_of = dialect.block_reader(config)
+    owners = {
+        part.name: (module, suffix)
+        for module in modules
+        for suffix, part in module.encoded_parts(dialect).items()
+    }
 
-    # A thread takes longer to start on a task than to read a few scales of a disk.
-    each = _READS_A_TASK if is_local else 1
-    tasks = [calls[i : i + each] for i in range(0, len(calls), each)]
-    with ThreadPoolExecutor(_AT_ONCE, "moequant-scales") as pool:
-        return {name: seen for found in pool.map(look, tasks) for name, seen in found.items()}
+    def refusal(info: TensorInfo, values: Tensor) -> str:
+        if info.name not in owners or values.shape != info.shape:
+            return ""
+        module, suffix = owners[info.name]
+        assert module.stated is not None
+        parts, block = module.encoded_parts(dialect), block_of(module.name)
+        read = {suffix: values}
+        try:
+            check_values(module.name, dialect, module.stated, parts, block, read)
+        except (CheckpointError, UnsupportedError) as error:
+            return str(error)
+        return ""
 
-
-def _place(info: TensorInfo) -> tuple[str, int]:
-    return info.file, info.start
-
-
-def _first_rows(info: TensorInfo) -> slice | None:
-    """The first rows of a large scale; None for all of another."""
-    if info.size_bytes <= _REMOTE_BYTES or not info.shape:
-        return None
-    row_bytes = max(info.size_bytes // max(info.shape[0], 1), 1)
-    rows = min(max(_REMOTE_BYTES // row_bytes, 1), info.shape[0])
-    return slice(0, rows)
+    return refusal
 
 
 def _judged(
-    module: Module, dialect: Dialect, scales: Iterable[TensorInfo], seen: Mapping[str, _Seen]
+    module: Module, dialect: Dialect, small: Iterable[TensorInfo], seen: Mapping[str, _Seen]
 ) -> _Read:
     assert module.stated is not None
-    input_names = dialect.input_scale_specs(module.name, module.stated)
     has_global_scale = dialect.encodings[module.stated].format.has_global_scale
-    weight, global_scale, is_zero = "", None, False
-    for info in scales:
-        if info.name in input_names:
-            continue
+    scales = {f"{module.name}.{suffix}" for suffix in dialect.encodings[module.stated].scales}
+    weight, refused, global_scale, is_zero = "", "", None, False
+    for info in small:
         one = seen[info.name]
+        refused = refused or one.refused
+        if info.name not in scales:
+            continue
         if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
             is_zero = True
         else:
             weight = weight or one.wrong
         if has_global_scale and one.number is not None:
             global_scale = one.number
-    return _Read(module=module, weight=weight, is_zero=is_zero, global_scale=global_scale)
+    return _Read(
+        module=module,
+        weight=weight,
+        refused=refused,
+        is_zero=is_zero,
+        global_scale=global_scale,
+    )
 
 
 def _wrong_values(values: Tensor, *, whole: bool) -> str:

@@ -59,9 +59,14 @@ class Encoding:
         self._scale_dtypes = scales or (self.format.scale_dtype,)
 
     @property
+    def beside_codes(self) -> tuple[str, ...]:
+        """The suffixes of its small tensors: scales, and the logical shape."""
+        return tuple(s for s in self.suffixes[1:] if s != "weight")
+
+    @property
     def scales(self) -> tuple[str, ...]:
         """The suffixes of its scales."""
-        return tuple(s for s in self.suffixes[1:] if s not in ("weight", "weight_shape"))
+        return tuple(s for s in self.beside_codes if s != "weight_shape")
 
     def decode(
         self, module: str, tensors: _Tensors, *, block: Block | None = None

@@ -16,6 +16,8 @@ from moequant.weights.encoded import EncodedInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
     from moequant.dialects import Dialect
     from moequant.dialects.tensors import Block
     from moequant.models import Architecture, MoeConfig
@@ -108,7 +110,44 @@ def encoded_shape(
         return _shape_of(dialect, format, kinds, block, module)  # whose error names the module
 
 
-# A model has few kinds of weights, and torch makes tensors without data slowly.
+def check_values(
+    module: str,
+    dialect: Dialect,
+    format: str,
+    parts: Tensors,
+    block: Block | None,
+    values: Mapping[str, Tensor],
+) -> None:
+    """Check some tensors of a quantized weight as decoding it does; of the others, headers.
+
+    Args:
+        module: as for `encoded_shape`, as are all but the last.
+        dialect: that of its tensors' names.
+        format: its format by config.json.
+        parts: its tensors by suffix; `encoded_shape` accepts them.
+        block: rows and columns that share a scale, where config.json states them.
+        values: what was read of it, by suffix.
+
+    Raises:
+        CheckpointError: a value that decoding refuses, such as a negative global scale.
+        UnsupportedError: a scale with values that the format's scale dtype cannot hold.
+    """
+    tensors = {
+        f"{module}.{suffix}": values[suffix]
+        if suffix in values
+        else _without_data(part.dtype, part.shape)
+        for suffix, part in parts.items()
+    }
+    dialect.from_disk(module, format, tensors, block=block)
+
+
+# torch makes tensors without data slowly.
+@lru_cache(maxsize=1 << 10)
+def _without_data(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+
+
+# A model has few kinds of weights.
 @lru_cache(maxsize=1 << 10)
 def _shape_of(
     dialect: Dialect,
@@ -122,7 +161,7 @@ def _shape_of(
     for suffix, dtype, shape in kinds:
         if dtype not in DTYPES:
             raise UnsupportedError(f"{module}.{suffix}: dtype {dtype}; torch has no such dtype")
-        tensors[f"{module}.{suffix}"] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+        tensors[f"{module}.{suffix}"] = _without_data(dtype, shape)
     N, K = dialect.from_disk(module, format, tensors, block=block).shape
     return N, K
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moequant import load_experts
 from moequant.compatibility.rules import ENGINES, rules
 from moequant.conversion import Recipe
+from moequant.errors import MoequantError
 
 AT = "model.layers.0.mlp"
 EXPERT = f"{AT}.experts.1"
@@ -369,6 +371,61 @@ def test_a_scale_that_is_no_positive_number_breaks_every_engine(
         assert against(engines, key)["bad-weight-scales"] == (name,)
         (said,) = [s for s in engines[key].against if s.rule == "bad-weight-scales"]
         assert f"{name} ({word})" in said.text
+
+
+def as_float32(name, value):
+    """Store tensor `name` as float32, with one value everywhere."""
+
+    def change(tensors):
+        tensors[name] = torch.full(tensors[name].shape, value)
+
+    return change
+
+
+DOWN = f"{EXPERT}.down_proj"
+REFUSED = {
+    "negative divisor": (
+        "nvfp4", None, put(f"{DOWN}.weight_global_scale", -4096.0),
+        "weight_global_scale: -4096.0, but a divisor",
+    ),
+    "subnormal divisor": (
+        "nvfp4", None, put(f"{DOWN}.weight_global_scale", 1e-40),
+        "weight_global_scale: 9.99994",
+    ),
+    "negative multiplier": (
+        "nvfp4", "modelopt", put(f"{DOWN}.weight_scale_2", -0.5),
+        "weight_scale_2: -0.5, but must be finite and not negative",
+    ),
+    "logical shape": (
+        "w4a8", None, put(f"{DOWN}.weight_shape", 128),
+        "weight_shape: [128, 128], but the codes have shape [256, 256]",
+    ),
+    "scale that BF16 cannot hold": (
+        "w4a8", None, as_float32(f"{DOWN}.weight_scale", 0.1),
+        "weight_scale: float32 values that bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "dialect", "change", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_the_loader_refuses_is_said_in_its_words(
+    planted, check, format, dialect, change, text
+):
+    path = planted(format, dialect, tensors=change)
+    with pytest.raises(MoequantError) as refusal:
+        load_experts(path, layer=0)
+    engines = check(path, gpu="h100")
+    assert against(engines, "moequant")["refused-weights-own"] == (DOWN,)
+    (said,) = [s for s in engines["moequant"].against if s.rule == "refused-weights-own"]
+    assert f"{DOWN}.{text}" in said.text
+    assert str(refusal.value) in said.text
+    for key in ("vllm", "sglang"):
+        assert notes(engines, key)["refused-weights"] == (DOWN,)
+
+
+def test_what_headers_already_say_is_not_said_again_by_the_decoder(planted, check):
+    path = planted("nvfp4", tensors=drop(f"{DOWN}.weight_scale"))
+    assert against(check(path), "moequant") == {"missing-weight-scales-own": (DOWN,)}
 
 
 @pytest.mark.parametrize(

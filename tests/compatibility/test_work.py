@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moequant.compatibility import check_checkpoint, scales
+from moequant.compatibility import check_checkpoint, small_tensors
 from moequant.storage.checkpoint import Checkpoint
 
 EXPERTS = 32
@@ -50,11 +50,11 @@ def test_scales_of_a_disk_are_read_by_few_tasks(converted, monkeypatch):
     checkpoint = Checkpoint.open(converted("nvfp4", sizes=sizes.items()))
     tasks = []
 
-    class Pool(scales.ThreadPoolExecutor):
+    class Pool(small_tensors.ThreadPoolExecutor):
         def submit(self, *args, **settings):
             tasks.append(args)
             return super().submit(*args, **settings)
 
-    monkeypatch.setattr(scales, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(small_tensors, "ThreadPoolExecutor", Pool)
     check_checkpoint(checkpoint)
     assert 1 <= len(tasks) <= 6 * EXPERTS * 3 // 128
