@@ -18,7 +18,7 @@ from moequant.compatibility.facts import (
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
-from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects
+from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects, stacked_scale_defects
 from moequant.dialects import find_dialect
 from moequant.errors import CheckpointError
 from moequant.formats import STATIC_SCHEMES
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moequant.dialects import Dialect
     from moequant.models import Architecture, MoeConfig
     from moequant.storage.checkpoint import Checkpoint
+    from moequant.weights.source_model import SourceModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +97,24 @@ def examine(
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
         dialect = dialect or find_dialect(quantization_config)
-        if dialect.stacks:
-            read_source(checkpoint.tensors, config, own)
+        # What stacks the experts of a layer has no modules whose names engines would look up.
+        source = read_source(checkpoint.tensors, config, own) if dialect.stacks else None
         quantized = _of_quantized(
-            checkpoint, dialect, quantization_config, architecture, moe, read, _classes(config)
+            checkpoint,
+            source,
+            dialect,
+            quantization_config,
+            architecture,
+            moe,
+            None if read == sparse else read,
+            _classes(config),
         )
     return Examined(
         facts=Facts(**_common(config, architecture, moe), **quantized),
         architecture=architecture,
         moe=moe,
         layers=sparse,
-        layers_read=() if dialect is None or dialect.stacks else read,
+        layers_read=() if dialect is None else read,
         sizes=weight_sizes(checkpoint.tensors, architecture, moe, dialect),
     )
 
@@ -133,18 +141,23 @@ def _check_plain(checkpoint: Checkpoint) -> None:
 
 def _of_quantized(
     checkpoint: Checkpoint,
+    source: SourceModel | None,
     dialect: Dialect,
     config: Mapping[str, Any],
     architecture: Architecture,
     moe: MoeConfig,
-    layers: Collection[int],
+    layers: Collection[int] | None,
     classes: Collection[str],
 ) -> dict[str, Any]:
-    """The facts that follow from quantized weights; scales are read of some `layers`."""
+    """The facts that follow from quantized weights; scales are read of some `layers`.
+
+    `source` is the same checkpoint where its experts lie stacked.
+    """
     modules: list[Module] = []
     defects: list[Defect] = []
-    # What stacks the experts of a layer has no modules whose names engines would look up.
-    if not dialect.stacks:
+    if source is not None:
+        defects += stacked_scale_defects(checkpoint, source, layers)
+    else:
         tensors = checkpoint.tensors
         format_of = dialect.reader(config, weights_only=True)
         modules += modules_in(tensors, architecture, moe, dialect, format_of)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from math import isinf, isnan
 from typing import TYPE_CHECKING
 
-import torch
-
 from moequant.compatibility.facts import Defect
+from moequant.compatibility.modules import MTP
+from moequant.compatibility.rules import ENGINES, OWN, SERVING
+from moequant.compatibility.scale_values import ScaleValues, overflow, values_of_scale
 from moequant.compatibility.small_tensors import look_at
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import ROUTED_EXPERTS
+from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_encoded import check_values
 
 if TYPE_CHECKING:
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from moequant.dialects.input_scale import InputScale
     from moequant.storage.checkpoint import Checkpoint
     from moequant.storage.headers import TensorInfo
+    from moequant.weights.source_model import SourceModel
 
 LAYERS_OF_HUB = 3
 """Layers of a checkpoint on the hub whose scales are read by default: first, middle and last."""
-_E8M0_NAN = 255
-_ZERO = "all zero"
 _DIVISOR = ".weight_global_scale"
 """compressed-tensors' global scale, by which weights are divided; all others multiply."""
 # How far vLLM lets the global scales of gate and up be apart without a word: torch.allclose.
@@ -47,14 +47,16 @@ class _Read:
 
     Attributes:
         module: the module.
-        weight: what is wrong with its scales, in words; empty if nothing is.
+        bad: which of its scales are no finite numbers, in words; empty if none is.
+        overflow: why some of its weights may be infinite, in words; empty if none may.
         refused: why decoding the weight would stop, in words; empty if it would not.
         is_zero: whether a scale that multiplies is all zero, and so is the weight.
         global_scale: as stored; None without one.
     """
 
     module: Module
-    weight: str = ""
+    bad: str = ""
+    overflow: str = ""
     refused: str = ""
     is_zero: bool = False
     global_scale: float | None = None
@@ -65,17 +67,19 @@ def scale_defects(
     modules: Sequence[Module],
     dialect: Dialect,
     config: Mapping[str, Any],
-    layers: Collection[int],
+    layers: Collection[int] | None,
     described: Collection[str] = (),
 ) -> Iterator[Defect]:
-    """The defects that the scales and logical shapes of routed experts in some layers show.
+    """The defects that the scales and logical shapes of quantized layers show.
+
+    Those of multi-token prediction are not read: engines load it for speculative decoding only.
 
     Args:
         checkpoint: the checkpoint.
         modules: of `modules_in`.
         dialect: the dialect of its quantized weights.
         config: its quantization_config, completed.
-        layers: the layers.
+        layers: the layers whose scales are read; None for these and all that is in no layer.
         described: modules of which headers show a defect: these cannot be decoded.
 
     Raises:
@@ -84,8 +88,8 @@ def scale_defects(
     wanted = [
         m
         for m in modules
-        if m.role.role == ROUTED_EXPERTS
-        and m.role.layer in layers
+        if m.group != MTP
+        and (layers is None or m.role.layer in layers)
         and m.quantized
         and m.stated in dialect.encodings
     ]
@@ -94,30 +98,78 @@ def scale_defects(
 
     def look(info: TensorInfo, values: Tensor) -> _Seen:
         return _Seen(
-            wrong=_wrong_values(values, whole=values.shape == info.shape),
+            scale=values_of_scale(values, whole=values.shape == info.shape),
             number=values.float().item() if values.numel() == 1 else None,
             refused=refusal(info, values),
         )
 
     seen = look_at(checkpoint, [info for infos in small.values() for info in infos], look)
     read = [_judged(module, dialect, small[module.name], seen) for module in wanted]
-    yield from _wrong("bad-weight-scales", [(r.module.name, r.weight) for r in read])
-    refused = [(r.module.name, r.refused) for r in read if not r.weight]
-    yield from _wrong("refused-weights", refused)
-    zero = tuple(r.module.name for r in read if r.is_zero and not r.weight)
-    if zero:
-        yield Defect(id="zero-weight-scales", names=zero)
-    yield from _unequal(read)
-    inputs = [i for m in wanted for i in _inputs(m, dialect, small[m.name], seen)]
+    yield from _of_weights("bad-weight-scales", [(r, r.bad) for r in read if r.bad])
+    finite = [r for r in read if not r.bad]
+    yield from _of_weights("large-weight-scales", [(r, r.overflow) for r in finite if r.overflow])
+    yield from _of_weights("refused-weights", [(r, r.refused) for r in finite if r.refused])
+    yield from _of_weights("zero-weight-scales", [(r, "") for r in finite if r.is_zero])
+    experts = [r for r in read if r.module.role.role == ROUTED_EXPERTS]
+    yield from _unequal(experts)
+    inputs = [i for r in experts for i in _inputs(r.module, dialect, small[r.module.name], seen)]
     yield from _of_experts([i for i in inputs if not i.scale.of_layer])
     yield from _of_layers([i for i in inputs if i.scale.of_layer])
     yield from _unequal_inputs([i for i in inputs if i.scale.of_layer])
 
 
-def _wrong(id: str, found: Sequence[tuple[str, str]]) -> Iterator[Defect]:
+def stacked_scale_defects(
+    checkpoint: Checkpoint, source: SourceModel, layers: Collection[int] | None
+) -> Iterator[Defect]:
+    """The defects that scales show in which the experts of a layer lie stacked.
+
+    Args:
+        checkpoint: the checkpoint.
+        source: the same as a source.
+        layers: the layers whose scales are read; None for all.
+
+    Raises:
+        CheckpointError: a file is unreadable, or has changed.
+    """
+    format_of = {
+        info.places[f"{info.module}.{suffix}"].tensor: info.dialect.encoding(info.format).format
+        for info in source.weights.values()
+        if isinstance(info, EncodedInfo)
+        and (layers is None or source.model.roles[info.name].layer in layers)
+        for suffix in info.dialect.encoding(info.format).scales
+    }
+
+    def look(info: TensorInfo, values: Tensor) -> ScaleValues:
+        return values_of_scale(values, whole=values.shape == info.shape)
+
+    seen = look_at(checkpoint, [checkpoint.tensors[name] for name in format_of], look)
+    wrong = [(name, seen[name].bad) for name in format_of]
+    large = [(name, overflow(format, seen[name].largest)) for name, format in format_of.items()]
+    yield from _wrong("bad-weight-scales", wrong)
+    yield from _wrong("large-weight-scales", large)
+
+
+def _wrong(
+    id: str, found: Iterable[tuple[str, str]], engines: frozenset[str] = frozenset()
+) -> Iterator[Defect]:
     names = [(name, detail) for name, detail in found if detail]
     if names:
-        yield Defect(id=id, names=tuple(name for name, _ in names), detail=names[0][1])
+        all_names = tuple(name for name, _ in names)
+        yield Defect(id=id, names=all_names, detail=names[0][1], engines=engines)
+
+
+def _of_weights(id: str, found: Sequence[tuple[_Read, str]]) -> Iterator[Defect]:
+    """A defect of weights: moequant runs routed experts alone, and others run all layers."""
+    experts = [one for one in found if one[0].module.role.role == ROUTED_EXPERTS]
+    if len(experts) == len(found):
+        groups = {frozenset[str](): found}
+    else:
+        serving = frozenset(engine.name for engine in SERVING.values())
+        groups = {serving: found, frozenset({ENGINES[OWN].name}): experts}
+    for engines, own in groups.items():
+        if own:
+            names = tuple(read.module.name for read, _ in own)
+            yield Defect(id=id, names=names, detail=own[0][1], engines=engines)
 
 
 def _unequal(read: Sequence[_Read]) -> Iterator[Defect]:
@@ -225,12 +277,12 @@ class _Seen:
     """What a small tensor shows.
 
     Attributes:
-        wrong: what is wrong with it as a scale, in words.
+        scale: what it shows as a scale.
         number: its number if it is a single one.
         refused: why decoding its weight would stop, in words.
     """
 
-    wrong: str
+    scale: ScaleValues
     number: float | None
     refused: str
 
@@ -252,19 +304,19 @@ def _decoder(
     It asks the decoder itself, which gets codes without data; "" of other tensors, and of a part.
     """
     block_of = dialect.block_reader(config)
+    encoded = [(module, module.encoded_parts(dialect)) for module in modules]
     owners = {
-        part.name: (module, suffix)
-        for module in modules
-        for suffix, part in module.encoded_parts(dialect).items()
+        part.name: (module, parts, suffix)
+        for module, parts in encoded
+        for suffix, part in parts.items()
     }
 
     def refusal(info: TensorInfo, values: Tensor) -> str:
         if info.name not in owners or values.shape != info.shape:
             return ""
-        module, suffix = owners[info.name]
+        module, parts, suffix = owners[info.name]
         assert module.stated is not None
-        parts, block = module.encoded_parts(dialect), block_of(module.name)
-        read = {suffix: values}
+        block, read = block_of(module.name), {suffix: values}
         try:
             check_values(module.name, dialect, module.stated, parts, block, read)
         except (CheckpointError, UnsupportedError) as error:
@@ -278,39 +330,28 @@ def _judged(
     module: Module, dialect: Dialect, small: Iterable[TensorInfo], seen: Mapping[str, _Seen]
 ) -> _Read:
     assert module.stated is not None
-    has_global_scale = dialect.encodings[module.stated].format.has_global_scale
-    scales = {f"{module.name}.{suffix}" for suffix in dialect.encodings[module.stated].scales}
-    weight, refused, global_scale, is_zero = "", "", None, False
+    encoding = dialect.encodings[module.stated]
+    scales = {f"{module.name}.{suffix}" for suffix in encoding.scales}
+    bad, refused, global_scale, is_zero, product = "", "", None, False, 1.0
     for info in small:
         one = seen[info.name]
         refused = refused or one.refused
         if info.name not in scales:
             continue
-        if one.wrong == _ZERO and not info.name.endswith(_DIVISOR):
-            is_zero = True
-        else:
-            weight = weight or one.wrong
-        if has_global_scale and one.number is not None:
+        divides = info.name.endswith(_DIVISOR)
+        no_divisor = divides and one.scale.largest == 0
+        wrong = one.scale.bad or ("all zero" if no_divisor else "")
+        bad = bad or (wrong and f"{info.name.rpartition('.')[2]}: {wrong}")
+        is_zero = is_zero or (one.scale.is_zero and not divides)
+        if not wrong:
+            product *= 1 / one.scale.largest if divides else one.scale.largest
+        if encoding.format.has_global_scale and one.number is not None:
             global_scale = one.number
     return _Read(
         module=module,
-        weight=weight,
+        bad=bad,
+        overflow=overflow(encoding.format, product),
         refused=refused,
         is_zero=is_zero,
         global_scale=global_scale,
     )
-
-
-def _wrong_values(values: Tensor, *, whole: bool) -> str:
-    """What is wrong with scales, `whole` or their first rows, in words; empty if nothing is."""
-    if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        return "NaN" if bool((values.view(torch.uint8) == _E8M0_NAN).any()) else ""
-    if not values.numel():
-        return ""
-    # The smallest and the largest say all: both are NaN where any is.
-    low, high = (end.item() for end in values.float().aminmax())
-    if isnan(low):
-        return "NaN"
-    if isinf(low) or isinf(high):
-        return "infinite"
-    return _ZERO if whole and low == high == 0 else ""

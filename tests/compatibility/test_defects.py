@@ -9,6 +9,7 @@ import torch
 
 from moequant import load_experts
 from moequant.compatibility.rules import ENGINES, rules
+from moequant.compatibility.scale_values import values_of_scale
 from moequant.conversion import Recipe
 from moequant.errors import MoequantError
 
@@ -354,12 +355,12 @@ def test_scales_of_inputs_of_w4afp8_are_read_by_the_names_of_its_releases(plante
 @pytest.mark.parametrize(
     ("format", "leaf", "value", "word"),
     [
-        ("nvfp4", "weight_scale", torch.nan, "NaN"),
+        ("nvfp4", "weight_scale", torch.nan, "4096 of 4096 NaN"),
         ("nvfp4", "weight_global_scale", torch.inf, "infinite"),
         ("nvfp4", "weight_global_scale", 0.0, "all zero"),
-        ("fp8_block", "weight_scale_inv", torch.nan, "NaN"),
-        ("mxfp4", "weight_scale", 255, "NaN"),
-        ("w4a8", "weight_scale", torch.inf, "infinite"),
+        ("fp8_block", "weight_scale_inv", torch.nan, "4 of 4 NaN"),
+        ("mxfp4", "weight_scale", 255, "2048 of 2048 NaN"),
+        ("w4a8", "weight_scale", torch.inf, "512 of 512 infinite"),
     ],
 )
 def test_a_scale_that_is_no_positive_number_breaks_every_engine(
@@ -370,7 +371,70 @@ def test_a_scale_that_is_no_positive_number_breaks_every_engine(
     for key in ("transformers", "vllm", "sglang", "moequant"):
         assert against(engines, key)["bad-weight-scales"] == (name,)
         (said,) = [s for s in engines[key].against if s.rule == "bad-weight-scales"]
-        assert f"{name} ({word})" in said.text
+        assert f"{name} ({leaf}: {word})" in said.text
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect", "leaf", "value", "said"),
+    [
+        ("fp8_block", None, "weight_scale_inv", 2.0**120, "1.32923e+36, and codes up to 448"),
+        ("fp8_tensor", None, "weight_scale", 1e37, "1e+37, and codes up to 448"),
+        ("mxfp4", None, "weight_scale", 253, "8.50706e+37, and codes up to 6"),
+        ("mxfp8", None, "weight_scale", 247, "1.32923e+36, and codes up to 448"),
+        ("w4a8", None, "weight_scale", 1e38, "9.96921e+37, and codes up to 7"),
+        ("nvfp4", "modelopt", "weight_scale_2", 1e37, "and codes up to 6"),
+        ("nvfp4", None, "weight_global_scale", 1e-37, "and codes up to 6"),
+    ],
+)
+def test_scales_whose_products_with_codes_are_infinite_break_every_engine(
+    planted, check, format, dialect, leaf, value, said
+):
+    path = planted(format, dialect, tensors=put(f"{DOWN}.{leaf}", value))
+    engines = check(path)
+    for key in ENGINES:
+        assert against(engines, key)["large-weight-scales"] == (DOWN,)
+        (found,) = [s for s in engines[key].against if s.rule == "large-weight-scales"]
+        assert f"{DOWN} (a scale of " in found.text
+        assert said in found.text
+
+
+@pytest.mark.parametrize(
+    ("format", "leaf", "value"),
+    [("fp8_block", "weight_scale_inv", 2.0**119), ("mxfp4", "weight_scale", 252)],
+)
+def test_the_largest_scales_whose_products_are_finite_are_no_defect(
+    planted, check, format, leaf, value
+):
+    engines = check(planted(format, tensors=put(f"{DOWN}.{leaf}", value)))
+    assert engines["moequant"].loads
+
+
+def test_scales_of_other_layers_are_read_too(planted, check):
+    """moequant itself runs routed experts alone."""
+    recipe = Recipe.model_validate({
+        "rules": [{"roles": ["routed_experts", "attention"], "format": "fp8_block"}],
+    })  # fmt: skip
+    scale = f"{OUTPUT}.weight_scale_inv"
+    engines = check(planted(None, tensors=put(scale, torch.nan), recipe=recipe))
+    for key in ("transformers", "vllm", "sglang"):
+        assert against(engines, key) == {"bad-weight-scales": (OUTPUT,)}
+    assert engines["moequant"].loads
+
+
+def test_scales_of_stacked_experts_are_read(planted, check):
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+
+    def plant(tensors):
+        tensors[name][0, 0, :2] = 255
+
+    path = planted("mxfp4", "gpt-oss", model_type="gpt_oss", tensors=plant)
+    engines = check(path)
+    for key in ENGINES:
+        assert against(engines, key)["bad-weight-scales"] == (name,)
+        (said,) = [s for s in engines[key].against if s.rule == "bad-weight-scales"]
+        assert f"{name} (2 of " in said.text
+    path = planted.original("mxfp4", "gpt-oss", model_type="gpt_oss")
+    assert check(path)["vllm"].loads
 
 
 def as_float32(name, value):
@@ -420,7 +484,8 @@ def test_what_the_loader_refuses_is_said_in_its_words(
     assert f"{DOWN}.{text}" in said.text
     assert str(refusal.value) in said.text
     for key in ("vllm", "sglang"):
-        assert notes(engines, key)["refused-weights"] == (DOWN,)
+        if "large-weight-scales" not in against(engines, key):
+            assert notes(engines, key)["refused-weights"] == (DOWN,)
 
 
 def test_what_headers_already_say_is_not_said_again_by_the_decoder(planted, check):
@@ -836,12 +901,11 @@ def test_codes_without_a_quantization_config_are_an_error(planted, check):
 
 
 def test_scales_of_which_only_the_first_rows_were_read_are_not_called_zero():
-    from moequant.compatibility.scales import _wrong_values
-
     zeros = torch.zeros(4)
-    assert _wrong_values(zeros, whole=True) == "all zero"
-    assert not _wrong_values(zeros, whole=False)
-    assert _wrong_values(zeros.fill_(float("nan")), whole=False) == "NaN"
+    assert values_of_scale(zeros, whole=True).is_zero
+    assert not values_of_scale(zeros, whole=False).is_zero
+    zeros[:2] = float("nan")
+    assert values_of_scale(zeros, whole=False).bad == "2 of the first 4 NaN"
 
 
 def test_a_layer_left_in_bf16_misses_its_scales_in_transformers_where_it_has_fp8_kernels(
