@@ -17,6 +17,7 @@ from moequant.compatibility.facts import (
     vocabulary_in,
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
+from moequant.compatibility.model_classes import classes_in, classes_of
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects, stacked_scale_defects
 from moequant.dialects import find_dialect
@@ -107,7 +108,7 @@ def examine(
             architecture,
             moe,
             None if read == sparse else read,
-            _classes(config),
+            classes_in(config),
         )
     return Examined(
         facts=Facts(**_common(config, architecture, moe), **quantized),
@@ -122,12 +123,6 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
-
-
-def _classes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """`architectures` of config.json; empty if it has no such list."""
-    stated = config.get("architectures")
-    return tuple(s for s in stated if isinstance(s, str)) if isinstance(stated, list) else ()
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
@@ -234,10 +229,11 @@ def _common(
 ) -> dict[str, Any]:
     """What does not depend on how the weights are quantized."""
     model_type = str(config.get("model_type"))
+    is_own = architecture.origin is not None
     return {
         "model_type": model_type,
         "not_loaded": architecture.tested.get("not_loaded", {}).get(model_type),
-        "described": architecture.origin is not None or model_type in architecture.flat_model_types,
+        "described": is_own or model_type in architecture.flat_model_types,
         "dtype": dtype_in(config),
         "hidden": moe.hidden,
         "intermediate": moe.intermediate,
@@ -246,6 +242,9 @@ def _common(
         "kv_heads": kv_heads_in(config),
         "vocabulary": vocabulary_in(config),
         "config_keys": keys_in(config),
+        "classes": classes_in(config),
+        # A user's file may describe another model of the same type.
+        "model_classes": () if is_own else classes_of(model_type),
     }
 
 

@@ -72,6 +72,8 @@ class Facts:
             experts.
         defects: what is wrong in the files.
         config_keys: keys of config.json that have a value; None if they are not known.
+        classes: `architectures` of config.json, empty without; None if it is not known.
+        model_classes: the classes of such a model, the usual one first; empty if not known.
     """
 
     dialect: str
@@ -95,6 +97,8 @@ class Facts:
     linears: frozenset[tuple[str, int, int]] = frozenset()
     defects: tuple[Defect, ...] = ()
     config_keys: frozenset[str] | None = None
+    classes: tuple[str, ...] | None = None
+    model_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

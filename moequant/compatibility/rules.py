@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant._version import __version__
 from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabulary
+from moequant.compatibility.model_classes import are_others
 from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
@@ -170,6 +171,9 @@ class EngineRule:
                 engine=engine.title,
                 reason=facts.not_loaded,
                 lacking=" and no ".join(self.lacking(facts)),
+                classes=", ".join(facts.classes or ()),
+                model_type=facts.model_type,
+                model_class=next(iter(facts.model_classes), "that of its original release"),
                 found=None if defect is None else defect.found,
                 tp=placement.tp,
                 ep=placement.ep,
@@ -272,6 +276,8 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
         "ragged": facts.ragged,
         "float16": facts.dtype == "float16",
         "shared apart": facts.shared_apart,
+        "no classes": facts.classes == (),
+        "other classes": are_others(facts.classes or (), facts.model_classes),
         "unquantized": facts.dialect == UNQUANTIZED,
         "several ranks": placement.tp > 1 or placement.ep > 1,
         "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,

@@ -1,4 +1,4 @@
-"""The tables beside this file: rules.toml, kernels.toml, gpus.toml, attention.toml, merged.toml."""
+"""The tables beside this file: rules.toml, kernels.toml, gpus.toml, attention.toml and so on."""
 
 from __future__ import annotations
 
