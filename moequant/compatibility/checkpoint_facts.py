@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from moequant.dialects import Dialect
-    from moequant.models import Architecture, MoeConfig
+    from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.source_model import SourceModel
 
@@ -93,14 +93,14 @@ def examine(
     quantization_config = quantization_config_of(config)
     if quantization_config is None:
         _check_plain(checkpoint)
-        read_model(config, checkpoint.tensors, own)
+        roles = read_model(config, checkpoint.tensors, own).roles
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
         dialect = find_source_dialect(quantization_config, checkpoint.tensors)
         dialect = dialect or find_dialect(quantization_config)
         # What stacks the experts of a layer has no modules whose names engines would look up.
         source = read_source(checkpoint.tensors, config, own) if dialect.stacks else None
-        quantized = _of_quantized(
+        quantized, roles = _of_quantized(
             checkpoint,
             source,
             dialect,
@@ -116,7 +116,7 @@ def examine(
         moe=moe,
         layers=sparse,
         layers_read=() if dialect is None else read,
-        sizes=weight_sizes(checkpoint.tensors, architecture, moe, dialect),
+        sizes=weight_sizes(checkpoint.tensors, architecture, moe, dialect, roles),
     )
 
 
@@ -143,14 +143,16 @@ def _of_quantized(
     moe: MoeConfig,
     layers: Collection[int] | None,
     classes: Collection[str],
-) -> dict[str, Any]:
-    """The facts that follow from quantized weights; scales are read of some `layers`.
+) -> tuple[dict[str, Any], Mapping[str, TensorRole]]:
+    """The facts that follow from quantized weights, and the roles of weights, as far as known.
 
-    `source` is the same checkpoint where its experts lie stacked.
+    Scales are read of some `layers`; `source` is the checkpoint where its experts lie stacked.
     """
+    roles: Mapping[str, TensorRole]
     modules: list[Module] = []
     defects: list[Defect] = []
     if source is not None:
+        roles = source.model.roles
         defects += stacked_scale_defects(checkpoint, source, layers)
     else:
         tensors = checkpoint.tensors
@@ -163,12 +165,13 @@ def _of_quantized(
         described = {name for defect in defects for name in defect.names}
         _check_stated([m for m in modules if m.name not in described], dialect, config)
         defects += scale_defects(checkpoint, modules, dialect, config, layers, described)
-    return {
+    facts = {
         **_of_modules(modules, dialect, config),
         **_of_experts(_formats_by_layer(architecture, moe, dialect, modules, config).values()),
         "dialect": dialect.name,
         "defects": tuple(defects),
     }
+    return facts, roles
 
 
 def _check_stated(modules: Sequence[Module], dialect: Dialect, config: Mapping[str, Any]) -> None:

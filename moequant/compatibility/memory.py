@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moequant.compatibility.kv_cache import KvCache
     from moequant.compatibility.rules import EngineInfo
     from moequant.dialects import Dialect
-    from moequant.models import Architecture, MoeConfig
+    from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.headers import TensorInfo
 
 _VOCABULARY = ("embedding", "lm_head")
@@ -74,6 +74,7 @@ def weight_sizes(
     architecture: Architecture,
     moe: MoeConfig,
     dialect: Dialect | None,
+    roles: Mapping[str, TensorRole],
 ) -> WeightSizes:
     """Bytes of all tensors by how engines divide them.
 
@@ -82,16 +83,17 @@ def weight_sizes(
         architecture: its architecture.
         moe: sizes of its expert layers.
         dialect: that of its quantized weights; None without any.
+        roles: those of weights that are known already: looking for one takes the time.
     """
     suffixes = frozenset() if dialect is None else _suffixes(dialect)
     stacks = dialect is not None and dialect.stacks
     totals = dict.fromkeys(WeightSizes.__dataclass_fields__, 0)
-    # Most weights have several tensors, and looking for their role takes the time.
+    # Most weights have several tensors.
     shares: dict[str, str] = {}
     for name, info in tensors.items():
         weight = _weight_of(name, suffixes, stacks=stacks)
         if weight not in shares:
-            shares[weight] = _share_of(weight, architecture, moe)
+            shares[weight] = _share_of(weight, roles.get(weight), architecture, moe)
         totals[shares[weight]] += info.size_bytes
     return WeightSizes(**totals)
 
@@ -111,10 +113,12 @@ def _weight_of(name: str, suffixes: frozenset[str], *, stacks: bool) -> str:
     return f"{stem}.weight" if leaf in suffixes else name
 
 
-def _share_of(name: str, architecture: Architecture, moe: MoeConfig) -> str:
-    """The field of WeightSizes that a weight belongs to."""
+def _share_of(
+    name: str, role: TensorRole | None, architecture: Architecture, moe: MoeConfig
+) -> str:
+    """The field of WeightSizes that a weight belongs to; `role` is None if it is not known yet."""
     try:
-        role = architecture.classify(name)
+        role = role or architecture.classify(name)
     except UnsupportedError:  # an expert's by its name, though of no known projection
         return "experts"
     if role.role == _MTP or (role.layer is not None and role.layer >= moe.layers):

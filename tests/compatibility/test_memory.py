@@ -67,7 +67,7 @@ def test_attention_sinks_are_divided_as_heads_are(make_checkpoint, leaf):
     name = f"model.layers.0.self_attn.{leaf}"
     other = next(iter(checkpoint.tensors.values()))
     tensors = dict(checkpoint.tensors) | {name: other._replace(name=name)}
-    found = weight_sizes(tensors, examined.architecture, examined.moe, None)
+    found = weight_sizes(tensors, examined.architecture, examined.moe, None, {})
     assert found.divided - examined.sizes.divided == other.size_bytes
     assert replace(found, divided=0) == replace(examined.sizes, divided=0)
 
