@@ -8,7 +8,7 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count, origin_of, size
+from moequant.cli.output import Output, count, origin_of, quantization, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,14 +137,14 @@ def _describe(
 def _show(out: Output, report: Mapping[str, Any]) -> None:
     place = report["repository"] or report["path"]
     layers, read = len(report["expert_layers"]), len(report["scales_read_in_layers"])
-    quantized = f"{', '.join(report['formats']) or 'experts are not'}, as {report['dialect']}"
+    dialect = None if report["dialect"] == "none" else report["dialect"]
     out.fields(
         {
             "checkpoint": place,
             "architecture": f"{report['architecture']}, {count(layers, 'layer')} with "
             f"{report['experts']} experts",
             "sizes": f"hidden {report['hidden']}, intermediate {report['intermediate']}",
-            "quantization": "none" if report["dialect"] == "none" else quantized,
+            "quantization": quantization(dialect, report["formats"]),
             "scales": f"read in {read} of {count(layers, 'layer')}",
         }
     )

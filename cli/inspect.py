@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moequant.cli import inspect_prepared, options
-from moequant.cli.output import Output, count, origin_of, ranges, size
+from moequant.cli.output import Output, count, origin_of, quantization, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,11 +128,8 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
         "sizes": f"hidden {checkpoint['hidden']}, intermediate {checkpoint['intermediate']}",
         "weights": f"{size(checkpoint['bytes'])} in {count(checkpoint['tensors'], 'tensor')}, "
         f"{count(len(checkpoint['files']), 'file')}",
-        "quantization": "none",
+        "quantization": quantization(checkpoint["dialect"], checkpoint["formats"]),
     }
-    if checkpoint["dialect"]:
-        formats = ", ".join(checkpoint["formats"])
-        fields["quantization"] = f"{formats}, as {checkpoint['dialect']}"
     out.fields(fields)
     out.line()
     out.table(

@@ -230,6 +230,15 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, str | None]:
     return {"repository": folder.repository.repo_id, "commit": folder.repository.commit}
 
 
+def quantization(dialect: str | None, formats: Sequence[str]) -> str:
+    """How the weights of a checkpoint are quantized; `dialect` is that of its config.json."""
+    if dialect is None:
+        return "none"
+    if not formats:
+        return f"none found, though config.json says {dialect}"
+    return f"{', '.join(formats)}, as {dialect}"
+
+
 def show_requantization_errors(out: Output, errors: Iterable[Mapping[str, Any]]) -> None:
     """Print a row for each kind of weight that was quantized before: exact, or its error."""
     out.table(

@@ -32,7 +32,6 @@ from moequant.models import (
 )
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
-    find_source_dialect,
     quantization_config_of,
     read_source,
     source_config,
@@ -96,8 +95,7 @@ def examine(
         roles = read_model(config, checkpoint.tensors, own).roles
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
-        dialect = find_source_dialect(quantization_config, checkpoint.tensors)
-        dialect = dialect or find_dialect(quantization_config)
+        dialect = find_dialect(quantization_config, checkpoint.tensors)
         # What stacks the experts of a layer has no modules whose names engines would look up.
         source = read_source(checkpoint.tensors, config, own) if dialect.stacks else None
         quantized, roles = _of_quantized(

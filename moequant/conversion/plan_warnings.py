@@ -9,6 +9,7 @@ from moequant.compatibility.facts import dtype_in, heads_in, keys_in
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
+from moequant.weights.source_model import quantization_config_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -79,7 +80,7 @@ def warnings_of_source(
 ) -> list[str]:
     """Unexpected changes to a quantized source, where the weights `back` become BF16."""
     warnings = []
-    if config.get("quantization_config") and source.dialect is None:
+    if quantization_config_of(config) is not None and source.dialect is None:
         warnings.append(
             "the source has a quantization_config, in config.json or hf_quant_config.json, but "
             "its weights are not quantized; the entry is replaced"

@@ -91,7 +91,7 @@ def find_dialect(quantization_config: object, names: Iterable[str] = ()) -> Dial
     raise UnsupportedError(
         f"config.json: quantization_config.quant_method is {show(config.get('quant_method'))}; "
         f"moequant reads {', '.join(REGISTRY)}. Take the unquantized release of this model, or one "
-        "in one of these dialects"
+        "in one of these dialects. If its weights are not quantized, remove the entry"
     )
 
 

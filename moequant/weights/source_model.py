@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import find_dialect
+from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.names import ACTIVATION_SCALES, is_expert
 from moequant.errors import UnsupportedError
 from moequant.models import find_architecture, read_model
@@ -24,7 +25,7 @@ from moequant.weights.source_encoded import encoded_weights
 from moequant.weights.source_weights import unstacked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from moequant.dialects import Dialect
     from moequant.models import Architecture, Model
@@ -85,22 +86,20 @@ def source_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`quantization_config` of config.json; vision models may have it in `text_config`."""
+    """`quantization_config` of config.json; vision models may have it in `text_config`.
+
+    Raises:
+        CheckpointError: it is not an object.
+    """
     text_config = config.get("text_config")
-    sections = (config, text_config if isinstance(text_config, dict) else {})
-    found = (section.get("quantization_config") for section in sections)
-    return next((entry for entry in found if isinstance(entry, dict) and entry), None)
-
-
-def find_source_dialect(
-    quantization_config: Mapping[str, Any] | None, names: Iterable[str]
-) -> Dialect | None:
-    """The dialect of a source with this `quantization_config`; None if there is none."""
-    if quantization_config is None:
-        return None
-    if not any(d.claims(quantization_config) for d in DIALECTS.values()):
-        return None
-    return find_dialect(quantization_config, names)
+    sections = {"": config, "text_config.": text_config if isinstance(text_config, dict) else {}}
+    for where, section in sections.items():
+        entry = section.get(QUANTIZATION_CONFIG)
+        if entry is not None:
+            found = as_mapping(entry, f"config.json: {where}{QUANTIZATION_CONFIG}")
+            if found:
+                return found
+    return None
 
 
 def read_source(
@@ -120,7 +119,8 @@ def read_source(
             unsupported quantization; names the tensor or the field.
     """
     quantization_config = quantization_config_of(config)
-    dialect = find_source_dialect(quantization_config, tensors)
+    # Of an unknown quant_method nobody knows how it stores weights, so none is taken for plain.
+    dialect = None if quantization_config is None else find_dialect(quantization_config, tensors)
     encoded: dict[str, EncodedInfo] = {}
     dropped: set[str] = set()
     if quantization_config is not None and dialect is not None:
@@ -158,8 +158,7 @@ def seen_as_source(
     if quantization_config is None:
         _check_plain(checkpoint.tensors, None)
         return None
-    dialect = find_source_dialect(quantization_config, checkpoint.tensors)
-    dialect = dialect or find_dialect(quantization_config)
+    dialect = find_dialect(quantization_config, checkpoint.tensors)
     architecture = find_architecture(config, own, names=checkpoint.tensors)
     encoded_weights(checkpoint.tensors, config, quantization_config, dialect, own)
     return ConvertedCheckpoint(
@@ -180,8 +179,6 @@ def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None
         method = show((quantization_config or {}).get("quant_method"))
         if quantization_config is None:
             reason = "no quantization_config in config.json says how"
-        elif find_source_dialect(quantization_config, ()) is None:
-            reason = f"moequant does not read quantization_config.quant_method = {method}"
         else:
             reason = f"it belongs to no weight that config.json describes ({method})"
         raise UnsupportedError(

@@ -1,0 +1,72 @@
+"""`inspect`, `check` and `convert` say the same of a quantization_config beside plain weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+COMMANDS = {
+    "inspect": (), "check": (), "convert": ("out", "--format", "nvfp4", "--dry-run"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def with_entry(make_checkpoint, tmp_path):
+    """with_entry(entry, section=None): a checkpoint in BF16 whose config.json has this entry."""
+
+    def make(entry, section=None):
+        path = shutil.copytree(make_checkpoint(), tmp_path / "c")
+        config = json.loads((path / "config.json").read_text())
+        own = config if section is None else config.setdefault(section, {})
+        own["quantization_config"] = entry
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("section", [None, "text_config"])
+@pytest.mark.parametrize("entry", [[], ["fp8"], "fp8", 0, False])
+def test_what_is_not_an_object_is_refused(run, with_entry, command, section, entry):
+    done = run(command, with_entry(entry, section), *COMMANDS[command])
+    assert done.exit_code == 3
+    where = "config.json: " + ("text_config." if section else "")
+    message = f"{where}quantization_config is {entry!r}, not an object; correct config.json"
+    assert done.stderr == f"Error: {message}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("entry", [{"quant_method": "awq"}, {"bits": 4}, {"quant_method": [1]}])
+def test_an_unknown_method_is_refused_though_weights_look_plain(run, with_entry, command, entry):
+    done = run(command, with_entry(entry), *COMMANDS[command])
+    assert done.exit_code == 4
+    found = f"quantization_config.quant_method is {entry.get('quant_method')!r}; moequant reads"
+    assert found in done.stderr
+    assert "If its weights are not quantized, remove the entry" in done.stderr
+
+
+@pytest.mark.parametrize("entry", [None, {}])
+def test_an_empty_entry_is_none(run, with_entry, entry):
+    path = with_entry(entry)
+    for command in ("inspect", "check"):
+        done = run(command, path)
+        assert done.exit_code == 0
+        assert "quantization  none\n" in done.stdout
+    done = run("convert", path, *COMMANDS["convert"])
+    assert done.exit_code == 0
+    assert "has a quantization_config" not in done.stderr
+
+
+def test_plain_weights_beside_a_known_method_are_said(run, with_entry):
+    path = with_entry({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    for command in ("inspect", "check"):
+        assert (
+            "quantization  none found, though config.json says fp8\n" in run(command, path).stdout
+        )
+    done = run("convert", path, *COMMANDS["convert"])
+    assert done.exit_code == 0
+    assert "has a quantization_config" in done.stderr
+    assert "its weights are not quantized" in done.stderr
