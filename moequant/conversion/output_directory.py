@@ -8,12 +8,13 @@ from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+from moequant.conversion.record import OTHER_QUANTIZATION
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
 from moequant.storage.disk import existing_parent
 from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
-from moequant.storage.folder import is_inner_name
+from moequant.storage.folder import is_inner_name, read_by_engines
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from moequant.conversion.journal import Journal
     from moequant.storage.checkpoint import Checkpoint
+
+_NAMES_SHOWN = 5
 
 
 def is_work_left(
@@ -63,7 +66,7 @@ def is_work_left(
         if not record:
             raise MoequantError(
                 f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
-                "or write into it with --overwrite, which leaves files of other origin there"
+                f"or replace its {CONFIG_FILE} and *.safetensors with --overwrite"
             )
         raise MoequantError(
             f"{output}: not empty; holds {holds}; choose another directory, or replace its content "
@@ -98,6 +101,35 @@ def read_record(output: Path) -> dict[str, Any]:
 def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
     """Names of the sidecar files in a record, which may have been edited."""
     return list(filter(is_inner_name, object_at(object_at(record, "source"), "sidecars")))
+
+
+def replaced_files(output: Path) -> list[str]:
+    """Files that a conversion into an existing output removes; not all of them need be there."""
+    shards = [path.name for path in output.glob("*.safetensors")]
+    recorded = recorded_sidecars(read_record(output))
+    return [CONFIG_FILE, INDEX_FILE, *OTHER_QUANTIZATION, *recorded, *shards, RECORD_FILE]
+
+
+def check_nothing_stays(output: Path, sidecars: Iterable[str]) -> None:
+    """Check that the output, with `sidecars` of the source, keeps no file that engines may read.
+
+    A tokenizer or weights of another model would be loaded with the new weights; removing what no
+    conversion wrote is up to the user.
+
+    Raises:
+        MoequantError: names files that would stay.
+    """
+    if not output.is_dir():
+        return
+    known = {*replaced_files(output), *sidecars}
+    staying = [name for name in map(str, read_by_engines(output)) if name not in known]
+    if staying:
+        more = len(staying) - _NAMES_SHOWN
+        raise MoequantError(
+            f"{output}: holds {', '.join(staying[:_NAMES_SHOWN])}{f' and {more} more' * (more > 0)}"
+            ", which this conversion does not replace and engines may read with its weights; move "
+            "them away, or choose another output"
+        )
 
 
 def check_apart(source: Checkpoint, output: Path) -> None:

@@ -15,6 +15,7 @@ from moequant.conversion.items import stored_in
 from moequant.conversion.merging import merged_errors
 from moequant.conversion.output_directory import (
     check_apart,
+    check_nothing_stays,
     check_places,
     check_space,
     is_work_left,
@@ -291,11 +292,12 @@ def _check_room(
     *,
     freed_bytes: int,
 ) -> None:
-    """Check paths and space, of which `freed_bytes` will be freed, for output and download."""
+    """Check the output's files, and its space, of which `freed_bytes` will be freed."""
     output, shards = work.journal.output, work.plan.shards
     sidecars = [str(file) for file in work.sidecars]
     files = [shard.file for shard in shards]
     check_places(output, [*files, *sidecars, RECORD_FILE, INDEX_FILE, CONFIG_FILE])
+    check_nothing_stays(output, sidecars)
     shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
     sidecar_bytes = sum(state[file][0] for file in sidecars)
     needed_bytes = shard_bytes + sidecar_bytes + work.fetched_bytes - freed_bytes

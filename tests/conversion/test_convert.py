@@ -165,10 +165,44 @@ def test_other_settings_into_the_same_folder_are_refused_and_overwrite_replaces(
     assert snapshot(out) == before
     (out / "moequant-prepared").mkdir()
     (out / "moequant-prepared" / "stale").write_text("")
-    (out / "notes.txt").write_text("mine")
+    (out / "notes.md").write_text("mine")
     convert(source, out, format="nvfp4", overwrite=True)
     fresh = snapshot(convert(source, tmp_path / "fresh", format="nvfp4").output)
-    assert snapshot(out) == fresh | {"notes.txt": b"mine"}
+    assert snapshot(out) == fresh | {"notes.md": b"mine"}
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "of another origin"])
+def test_a_file_that_engines_would_read_beside_the_new_weights_is_refused_before_the_work(
+    source, tmp_path, finished
+):
+    out = tmp_path / "out"
+    if finished:
+        convert(source, out, format="mxfp4")
+    for name in ("merges.txt", "templates/chat.jinja", "pytorch_model.bin", "old/a.safetensors"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("of another model")
+    before = snapshot(out)
+    message = r"holds merges.txt, old/a.safetensors, pytorch_model.bin, templates/chat.jinja, which"
+    with pytest.raises(MoequantError, match=message):
+        convert(source, out, format="nvfp4", overwrite=True)
+    assert snapshot(out) == before
+    (refusal,) = convert(source, out, format="nvfp4", overwrite=True, dry_run=True).refusals
+    assert "templates/chat.jinja" in refusal
+
+
+def test_an_unfinished_conversion_does_not_continue_beside_a_file_of_another_origin(
+    source, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setattr("moequant.conversion.planned_conversion.commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, out, format="mxfp4")
+    (out / "merges.txt").write_text("of another model")
+    with pytest.raises(MoequantError, match=r"holds merges.txt, which .*; move them away"):
+        convert(source, out, format="mxfp4")
+    (out / "merges.txt").unlink()
+    assert convert(source, out, format="mxfp4").resumed_shards == 1
 
 
 def test_a_refused_output_is_said_to_hold_what_it_holds(source, tmp_path):
