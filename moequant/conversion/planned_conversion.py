@@ -71,6 +71,7 @@ class ConversionResult:
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
         gptq_errors: for weights rounded by GPTQ, the errors of outputs by kind of weight.
+        not_finite: the copied tensors that hold NaN or Inf, each with the first one, in words.
     """
 
     output: Path
@@ -85,6 +86,7 @@ class ConversionResult:
     quantizer: Choice | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
+    not_finite: tuple[str, ...] = ()
     shares: tuple[Share, ...] = ()
     kept: tuple[LayerCost, ...] = ()
 
@@ -187,6 +189,7 @@ def convert_planned(work: PlannedConversion, workers: int, progress: Progress) -
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
         gptq_errors=tuple(merged_errors(error for shard in ordered for error in shard.gptq_errors)),
+        not_finite=tuple(fault for shard in ordered for fault in shard.not_finite),
         shares=tuple(shares(ordered)),
     )
 

@@ -206,6 +206,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
         worst_weights=tuple(weights.worst),
         errors=weights.groups(),
         requantization_errors=tuple(weights.requantization_errors),
+        not_finite=tuple(weights.not_finite),
         prepared=prepared,
         layers=check_layers(run, converted, chosen, serving),
     )

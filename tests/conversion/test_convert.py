@@ -450,20 +450,37 @@ def foreign(folder):
     return folder
 
 
-def test_kept_tensors_are_copied_whatever_they_hold(make_checkpoint, tmp_path):
+def test_kept_tensors_are_copied_whatever_they_hold_and_nan_in_them_is_told(
+    make_checkpoint, tmp_path, monkeypatch
+):
     """Bytes, not numbers: biases of kept experts, routers, norms."""
     source = make_checkpoint(path=tmp_path / "source", model_type="gpt_oss", experts=2)
-    for name in (
-        "model.layers.0.mlp.experts.down_proj_bias",
-        "model.layers.1.mlp.router.bias",
-        "model.layers.1.input_layernorm.weight",
-    ):
+    places = {
+        "model.layers.0.mlp.experts.down_proj_bias": [0, 1],
+        "model.layers.1.input_layernorm.weight": [1],
+        "model.layers.1.mlp.router.bias": [1],
+    }
+    for name in places:
         path, tensors = expert_shard(source, name)
         tensors[name].view(-1)[1] = float("nan")
         save_file(tensors, path, metadata={"format": "pt"})
     rule = Rule(roles=("routed_experts",), layers="1:", format="mxfp4")
-    out = convert(source, tmp_path / "out", recipe=Recipe(rules=(rule,))).output
-    assert verify(out, against=source, layers=0).ok
+    settings = {"recipe": Recipe(rules=(rule,)), "max_shard_size": SHARDS}
+    result = convert(source, tmp_path / "out", **settings)
+    told = {f"{name}: nan at index {index}" for name, index in places.items()}
+    assert {*result.not_finite} == told
+    report = verify(result.output, against=source, layers=0)
+    assert report.ok
+    assert {*report.not_finite} == {*report.to_json()["not_finite"]} == told
+
+    # Also where an earlier run has copied them.
+    with monkeypatch.context() as broken:
+        broken.setattr("moequant.conversion.planned_conversion.commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, tmp_path / "again", **settings)
+    again = convert(source, tmp_path / "again", **settings)
+    assert again.resumed_shards == len(again.plan.shards)
+    assert again.not_finite == result.not_finite
 
 
 def test_a_refused_shape_is_named_before_anything_is_written(make_checkpoint, tmp_path):
