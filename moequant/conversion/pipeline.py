@@ -22,6 +22,7 @@ from moequant.conversion.journal import Journal
 from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
 from moequant.conversion.output_directory import check_apart, free_bytes
 from moequant.conversion.plan import Plan, plan_checkpoint
+from moequant.conversion.plan_warnings import warnings_of_config
 from moequant.conversion.planned_conversion import (
     ConversionResult,
     PlannedConversion,
@@ -38,6 +39,7 @@ from moequant.quantizers import choose_quantizer
 from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
+from moequant.storage.files import CONFIG_FILE
 from moequant.storage.folder import given_folder, is_adapter
 from moequant.storage.hub_folder import HubFolder, download_of, open_headers
 from moequant.storage.locate import directory_of, locate
@@ -245,6 +247,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from warnings_of_config(checkpoint.config, checkpoint.folder.shown / CONFIG_FILE)
     left_out = checkpoint.left_out()
     adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
     if others := ", ".join(str(file) for file in left_out if not is_adapter(file)):

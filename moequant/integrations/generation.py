@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import NumericsError, UnsupportedError
 from moequant.integrations.decoding import (
     cache_argument,
     check_capturable,
@@ -21,6 +22,7 @@ from moequant.integrations.decoding import (
 from moequant.integrations.library import import_transformers
 from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
 from moequant.runtime.load import open_reader
+from moequant.storage.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -152,6 +154,7 @@ def generate(
     Raises:
         UnsupportedError: an empty prompt, `max_new_tokens` below 1, or an invalid temperature or
             seed; or torch.compile of a model without a static cache.
+        NumericsError: the model's logits are NaN or Inf.
     """
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
@@ -228,14 +231,30 @@ def _warm_up(
 def _run(
     model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
 ) -> tuple[Tensor, float, list[float]]:
-    """Output, start time, and time of each token, in seconds of `time.perf_counter`."""
+    """Output, start time, and time of each token, in seconds of `time.perf_counter`.
+
+    Raises:
+        NumericsError: logits are NaN or Inf.
+    """
     times: list[float] = []
+
+    class Watch(import_transformers().LogitsProcessor):  # type: ignore[misc]
+        """Notes whether logits choose a token: -Inf excludes one, NaN and Inf choose none."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.is_bad = (scores < math.inf).logical_not_().any()
+            # Drawing from NaN would be an error of the device, before the clock reads this.
+            return scores.masked_fill(self.is_bad, 0)
+
+    watch = Watch()
 
     class Clock(import_transformers().StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: object, **kwargs: Any) -> Tensor:
             if input_ids.device.type == "cuda":
                 torch.cuda.synchronize(input_ids.device)
             times.append(time.perf_counter())
+            if watch.is_bad:
+                raise NumericsError(_no_choice(model, len(times)))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     sampling = {"do_sample": True, "temperature": temperature}
@@ -245,9 +264,19 @@ def _run(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
+        logits_processor=[watch],
         stopping_criteria=[Clock()],
         **options,
         **(sampling if temperature else greedy),
     )
     assert isinstance(output, torch.Tensor)
     return output, started, times
+
+
+def _no_choice(model: PreTrainedModel, token: int) -> str:
+    where = f"{model.name_or_path}: " if model.name_or_path else ""
+    return (
+        f"{where}the logits of new token {token} have NaN or Inf, so there is no likeliest token; "
+        f"look for NaN in {CONFIG_FILE} and in weights, which moequant verify CONVERTED --against "
+        "SOURCE names, or try another backend: --backend torch_reference"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -696,6 +697,18 @@ def test_another_source_of_the_same_shapes_is_not_already_converted(
     with pytest.raises(MoequantError, match=r"holds .*; choose another directory"):
         convert(other, out, format="mxfp4")
     assert snapshot(out) == before
+
+
+def test_numbers_that_json_lacks_are_named_and_stay(own_source, tmp_path):
+    """They are in released models: "time_step_limit": [0.0, Infinity]."""
+    path = own_source / "config.json"
+    config = json.loads(path.read_text()) | {"rms_norm_eps": math.nan, "limit": [0.0, math.inf]}
+    path.write_text(json.dumps(config))
+    result = convert(own_source, tmp_path / "out", format="mxfp4")
+    (warning,) = [w for w in result.plan.warnings if "JSON" in w]
+    assert warning.startswith(f"{path}: rms_norm_eps is NaN, limit[1] is Infinity, which JSON")
+    assert "NaN" in (result.output / "config.json").read_text()
+    assert verify(result.output, against=own_source, layers=0).ok
 
 
 def test_overwriting_removes_what_came_along_before(own_source, tmp_path):
