@@ -9,6 +9,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion.record import OTHER_QUANTIZATION
+from moequant.conversion.settings import differing_settings
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
 from moequant.storage.disk import existing_parent
@@ -27,11 +28,23 @@ _NAMES_SHOWN = 5
 
 
 def is_work_left(
-    journal: Journal, plan_sha256: str, source: Callable[[], Mapping[str, Any]], overwrite: bool
+    journal: Journal,
+    plan_sha256: str,
+    *,
+    settings: Mapping[str, Any],
+    state: Callable[[], Mapping[str, Any]],
+    source: Callable[[], Mapping[str, Any]],
+    overwrite: bool,
 ) -> bool:
     """Whether there is work to do; False if the same conversion is already finished.
 
-    `source` computes digests of the source's contents, and is called only if needed.
+    Args:
+        journal: of the output.
+        plan_sha256: digest of the plan.
+        settings: of the plan; see `settings_of`.
+        state: gives the state of the source's files; called only if needed.
+        source: computes digests of the source's contents; called only if needed.
+        overwrite: whether anything may be replaced.
 
     Raises:
         MoequantError: the directory contains something else, and `overwrite` is False.
@@ -49,31 +62,53 @@ def is_work_left(
         return True
     if journal.exists:
         begun = journal.read_plan()
-        if begun.get("plan_sha256") == plan_sha256:
+        if begun["plan_sha256"] == plan_sha256:
             return True
         begun_with = _formats_of(begun).removesuffix(",")
         raise MoequantError(
-            f"{output}: holds an unfinished conversion{begun_with}, with other settings or "
-            "of another source, interrupted or still running; repeat its command to finish it or, "
-            "if that ended with an error about a weight, replace it with --overwrite"
+            f"{output}: holds an unfinished conversion{begun_with}, "
+            f"{_difference_of(journal, begun, settings, state())}, interrupted or still running; "
+            "repeat its command to finish it or, if that ended with an error about a weight, "
+            "replace it with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
     recorded = object_at(record, "source")
     if record.get("plan_sha256") != plan_sha256 or not source().items() <= recorded.items():
-        holds = f"a conversion{_formats_of(record)} with other settings or of another source"
         if not record:
             raise MoequantError(
                 f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
                 f"or replace its {CONFIG_FILE} and *.safetensors with --overwrite"
             )
+        other = differing_settings(record, settings)
+        holds = f"with other settings ({other})" if other else "of another source"
         raise MoequantError(
-            f"{output}: not empty; holds {holds}; choose another directory, or replace its content "
-            "with --overwrite"
+            f"{output}: not empty; holds a conversion{_formats_of(record)} {holds}; choose another "
+            "directory, or replace its content with --overwrite"
         )
     _check_whole(output, record)
     return False
+
+
+def _difference_of(
+    journal: Journal,
+    begun: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> str:
+    """In what an unfinished conversion of another plan differs, in words.
+
+    Raises:
+        MoequantError: in nothing, so that its plan.json has another digest than it was given.
+    """
+    if other := differing_settings(begun, settings):
+        return f"with other settings ({other})"
+    before = begun["source_state"]
+    changed = [file for file in {**state, **before} if state.get(file) != before.get(file)]
+    if changed:
+        return f"of another source (it differs in {changed[0]})"
+    raise journal.damaged("its plan_sha256 is not that of its settings and source")
 
 
 def _formats_of(document: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from moequant.conversion.output_directory import (
     check_space,
     is_work_left,
 )
+from moequant.conversion.settings import settings_of
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -114,7 +115,14 @@ class PlannedConversion:
 
     def is_left(self) -> bool:
         """Whether there is anything to do; see `is_work_left`."""
-        return is_work_left(self.journal, self.plan.digest, self.identity, self.overwrite)
+        return is_work_left(
+            self.journal,
+            self.plan.digest,
+            settings=settings_of(self.plan),
+            state=partial(source_state, self.checkpoint, self.sidecars),
+            source=self.identity,
+            overwrite=self.overwrite,
+        )
 
     def identity(self) -> Mapping[str, Any]:
         """What a record says of the source: digests of its contents, or its commit on the hub."""
@@ -260,10 +268,8 @@ def _resume_or_begin(
     """
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
-    measured = work.plan.statistics
     commit = {"commit": work.provenance["commit"]} if work.provenance else {}
-    used = {} if measured is None else {"statistics": {"sha256": measured.digest}}
-    recorded = journal.read_plan()
+    recorded = _recorded_plan(work)
     if record.items() <= recorded.items():
         finished = journal.resume([shard.file for shard in work.plan.shards], progress)
         _check_room(work, state, finished, freed_bytes=0)
@@ -284,8 +290,18 @@ def _resume_or_begin(
         if not journal.exists:
             journal.close()  # it contains only the lock
         raise
-    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json"), **used, **commit})
+    journal.begin({**record, **settings_of(work.plan), **commit})
     return {}
+
+
+def _recorded_plan(work: PlannedConversion) -> Mapping[str, Any]:
+    """The plan of an unfinished conversion; empty if there is none, or a damaged one to replace."""
+    try:
+        return work.journal.read_plan() if work.journal.exists else {}
+    except MoequantError:
+        if not work.overwrite:
+            raise
+        return {}
 
 
 def _check_room(

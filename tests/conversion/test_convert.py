@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -241,6 +242,54 @@ def test_an_unfinished_output_is_said_to_hold_what_it_holds(source, begun):
         match=r"unfinished conversion into mxfp4, with other.*an error about a weight, replace it",
     ):
         convert(source, begun, format="nvfp4")
+
+
+def test_settings_that_differ_are_named_with_both_values(source, begun, tmp_path):
+    shards = rf"recipe.output.max_shard_size was '{SHARDS}' and is '5GB'"
+    with pytest.raises(MoequantError, match=rf"mxfp4, with other settings \({shards}\), interr"):
+        convert(source, begun, format="mxfp4")
+    done = convert(source, tmp_path / "done", format="mxfp4", max_shard_size=SHARDS).output
+    with pytest.raises(MoequantError, match=rf"mxfp4 with other settings \({shards}\); choose"):
+        convert(source, done, format="mxfp4")
+    with pytest.raises(MoequantError) as raised:
+        convert(source, begun, format="nvfp4", options={"search": "mse"}, max_shard_size=SHARDS)
+    assert (
+        "(recipe.rules[0].format was 'mxfp4' and is 'nvfp4', "
+        "recipe.rules[0].options.search was not given and is 'mse')"
+    ) in str(raised.value)
+
+
+def test_another_source_of_the_same_settings_is_named_by_a_file(begun, make_checkpoint):
+    other = make_checkpoint(experts=6)
+    with pytest.raises(MoequantError, match=r"into mxfp4, of another source \(it differs in mode"):
+        convert(other, begun, format="mxfp4", max_shard_size=SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "not valid JSON"),
+        (lambda text: "", "not valid JSON"),
+        (lambda text: "[]", r"holds \[\], but must be a JSON object"),
+        (lambda text: text.replace("source_state", "source_stat"), "source_state is not there"),
+        (lambda text: text.replace('"recipe": {', '"recipe": 1, "_": {'), "recipe is 1, but must"),
+        (
+            lambda text: re.sub('"plan_sha256": "....', '"plan_sha256": "0000', text),
+            "its plan_sha256 is not that of its settings and source",
+        ),
+    ],
+    ids=["cut", "empty", "no object", "a key lost", "a value lost", "digest"],
+)
+def test_a_damaged_plan_of_unfinished_work_is_named_and_can_be_replaced(source, begun, damage, why):
+    plan = begun / ".moequant" / "plan.json"
+    plan.write_text(damage(plan.read_text()))
+    before = snapshot(begun)
+    settings = {"format": "mxfp4", "max_shard_size": SHARDS}
+    message = rf"^{plan}: damaged: .*{why}.*start over with --overwrite$"
+    with pytest.raises(MoequantError, match=message):
+        convert(source, begun, **settings)
+    assert snapshot(begun) == before
+    assert convert(source, begun, **settings, overwrite=True).state == "converted"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
