@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moequant.weights.source_model import SourceModel
 
 _LITERALS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_PLACES_SHOWN = 3
+_PLACES_SHOWN, _MAX_PLACE = 3, 100
 
 
 def engine_verdicts(
@@ -108,7 +108,7 @@ def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 
     They are no error: released models of Mamba layers have `"time_step_limit": [0.0, Infinity]`.
     """
-    found = [f"{place} is {_LITERALS[str(x)]}" for place, x in non_finite_numbers(config)]
+    found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(config)]
     if found:
         more = f" and {len(found) - _PLACES_SHOWN} more" if found[_PLACES_SHOWN:] else ""
         yield (

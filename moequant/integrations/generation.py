@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.compatibility.facts import positions_in
 from moequant.errors import NumericsError, UnsupportedError
 from moequant.integrations.decoding import (
     cache_argument,
@@ -71,10 +72,12 @@ class Prompts:
     Attributes:
         folder: the converted checkpoint.
         vocabulary: number of token ids of the model.
+        positions: number of tokens that it was made for; None if config.json does not say.
     """
 
     folder: Path
     vocabulary: int
+    positions: int | None = None
 
     @classmethod
     def of(cls, checkpoint: str | Path, architecture: str | Path | None = None) -> Prompts:
@@ -88,7 +91,19 @@ class Prompts:
         """
         opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
         vocabulary = vocabulary_size(opened.config, opened.path)
-        return cls(folder=opened.path, vocabulary=vocabulary)
+        positions = positions_in(opened.config)
+        return cls(folder=opened.path, vocabulary=vocabulary, positions=positions)
+
+    def too_long(self, ids: Sequence[int], max_new_tokens: int) -> str | None:
+        """A warning that prompt and answer may exceed what the model was made for, if so."""
+        tokens = len(ids) + max_new_tokens
+        if self.positions is None or tokens <= self.positions:
+            return None
+        return (
+            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones may be {tokens}, but "
+            f"max_position_embeddings in {self.folder / CONFIG_FILE} is {self.positions}: beyond "
+            "it, the model's text is of no use; give a smaller --max-new-tokens"
+        )
 
     def check(self, ids: Sequence[int]) -> None:
         """Check that there are ids, and that all are in the vocabulary.

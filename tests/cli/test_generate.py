@@ -58,6 +58,17 @@ def test_a_config_that_makes_nan_of_everything_is_an_error_at_the_first_token(
     assert message.startswith(f"{broken}: the logits of new token 1 have NaN or Inf")
 
 
+def test_more_tokens_than_positions_are_a_warning(run, converted, tmp_path):
+    few = shutil.copytree(converted, tmp_path / "few")
+    config = json.loads((few / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (few / "config.json").write_text(json.dumps(config))
+    options = ("generate", few, "--prompt-ids", "5,6,7", "--max-new-tokens")
+    assert "max_position_embeddings" not in run(*options, 5).stderr
+    more = run(*options, 6)
+    assert more.exit_code == 0
+    assert "3 tokens of the prompt and 6 new ones may be 9, but max_position_embe" in more.stderr
+
+
 def test_transformers_own_decoding_gives_the_same(run, converted):
     options = ("generate", converted, "--prompt-ids", "5,6,7", "--max-new-tokens", 6)
     eager = run(*options, "--enforce-eager", "--json").document
