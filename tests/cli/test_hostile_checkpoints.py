@@ -325,6 +325,14 @@ def test_inspect_and_verify_name_it_too(run, plain, damaged, damage, code, messa
     check(run("verify", plain, "--against", damaged), code, message)
 
 
+def test_an_error_about_config_names_its_folder(run, plain, damaged, tmp_path):
+    config_says(hidden_size=-256)(damaged)
+    (tmp_path / "text").write_text("one two")
+    message = rf"{damaged}/config.json: hidden_size is -256, but"
+    check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)
+    check(run("verify", plain, "--against", damaged), 3, message)
+
+
 def test_a_dtype_that_is_a_number_is_named(run, damaged, tmp_path):
     """By those who ask for it: what converts, and `check`."""
     config_says(torch_dtype=77)(damaged)
