@@ -13,7 +13,13 @@ import click
 from moequant.cli import options
 from moequant.cli.failures import FailedResult, InterruptedWork
 from moequant.cli.measured_rates import duration, expected_seconds, remember_rate
-from moequant.cli.output import Output, count, show_requantization_errors, size
+from moequant.cli.output import (
+    Output,
+    count,
+    show_requantization_errors,
+    size,
+    warnings_of_numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -120,7 +126,7 @@ def command(
         remember_rate(kind, result.plan.source_bytes, seconds)
     document = _describe(result, workers, seconds)
     document["delete_source_shards"] = settings["delete_source_shards"]
-    out.warn(*_slowness(result))
+    out.warn(*_warnings_of(result))
     if result.error is not None:
         # A refused plan has no output sizes to show.
         if not result.plan.refusals and not as_json:
@@ -175,6 +181,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
         "seconds": round(seconds, 3),
         "requantization_errors": [error.to_json() for error in result.requantization_errors],
         "gptq_errors": [error.to_json() for error in result.gptq_errors],
+        "not_finite": list(result.not_finite),
         # None if this machine quantized nothing.
         "quantizer": choice
         and {
@@ -183,7 +190,7 @@ def _describe(result: ConversionResult, workers: int, seconds: float) -> dict[st
             "reason": choice.reason,
         },
         "quantizers": [asdict(share) for share in result.shares],
-        "warnings": [*plan.warnings, *_slowness(result)],
+        "warnings": [*plan.warnings, *_warnings_of(result)],
         "refusals": list(result.refusals),
     }
 
@@ -256,6 +263,12 @@ def _activation_scales(plan: Plan) -> dict[str, Any] | None:
 
 
 _SLOW = "which writes the same bytes as the native quantizer, but several times slower"
+
+
+def _warnings_of(result: ConversionResult) -> Iterator[str]:
+    """What the conversion itself found, besides the warnings of the plan."""
+    yield from warnings_of_numbers(result.not_finite)
+    yield from _slowness(result)
 
 
 def _slowness(result: ConversionResult) -> Iterator[str]:

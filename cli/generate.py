@@ -142,6 +142,8 @@ def command(
     if prompt_ids is not None:
         prompts.check(prompt_ids)
     ids = prompts.encode(prompt) if prompt is not None else list(prompt_ids or ())
+    if (warning := prompts.too_long(ids, max_new_tokens)) is not None:
+        out.warn(warning)
     begun = time.perf_counter()
     with out.progress() as progress:
         model = load_model(

@@ -239,6 +239,21 @@ def quantization(dialect: str | None, formats: Sequence[str]) -> str:
     return f"{', '.join(formats)}, as {dialect}"
 
 
+_NAMES_SHOWN = 3
+
+
+def warnings_of_numbers(not_finite: Sequence[str]) -> Iterator[str]:
+    """A warning about the copied tensors that hold NaN or Inf; none without such tensors."""
+    if not_finite:
+        left = len(not_finite) - _NAMES_SHOWN
+        more = f" and {left} more" if left > 0 else ""
+        yield (
+            f"{count(len(not_finite), 'copied tensor')} with NaN or Inf, as in the source: "
+            f"{', '.join(not_finite[:_NAMES_SHOWN])}{more}. Where the model uses them, it computes "
+            "NaN: correct the source or fetch it again, and convert again with --overwrite"
+        )
+
+
 def show_requantization_errors(out: Output, errors: Iterable[Mapping[str, Any]]) -> None:
     """Print a row for each kind of weight that was quantized before: exact, or its error."""
     out.table(

@@ -9,7 +9,13 @@ import click
 
 from moequant.cli import options
 from moequant.cli.failures import FailedResult
-from moequant.cli.output import Output, count, show_requantization_errors, size
+from moequant.cli.output import (
+    Output,
+    count,
+    show_requantization_errors,
+    size,
+    warnings_of_numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,6 +117,8 @@ def command(
             f"verifying with the {used.name} quantizer, which gives the same bytes as the native "
             f"quantizer, but several times slower: {used.reason}"
         )
+    if not isinstance(report, IntegrityReport):
+        out.warn(*warnings_of_numbers(report.not_finite))
     if not report.ok:
         against = "its moequant.json" if source is None else source
         raise FailedResult(

@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from moequant.errors import MoequantError
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.lock import exclusive
+from moequant.storage.setting_differences import difference
 from moequant.streaming.activations import remove_activations
-from moequant.streaming.differences import difference
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

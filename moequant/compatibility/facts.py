@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
+
+from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,10 +142,22 @@ def padded_vocabulary(rows: int, ranks: int = 1, *, grows: bool = False) -> int:
 
 
 def dtype_in(config: Mapping[str, Any]) -> str | None:
-    """What config.json says that the model computes in, of a vision model its language model."""
+    """What config.json says that the model computes in, of a vision model its language model.
+
+    Raises:
+        CheckpointError: it says no name.
+    """
     # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
-    named = (section.get(key) for section in _sections(config) for key in ("dtype", "torch_dtype"))
-    return next((dtype for dtype in named if isinstance(dtype, str)), None)
+    named = [(key, s.get(key)) for s in _sections(config) for key in ("dtype", "torch_dtype")]
+    for key, dtype in named:
+        if isinstance(dtype, str):
+            return dtype
+        if dtype is not None:
+            raise CheckpointError(
+                f"config.json: {key} is {show(dtype)}, but must be the name of a dtype, such as "
+                '"bfloat16"; take the config.json of the model\'s release'
+            )
+    return None
 
 
 def heads_in(config: Mapping[str, Any]) -> int | None:
@@ -160,6 +175,11 @@ def kv_heads_in(config: Mapping[str, Any]) -> int | None:
 def vocabulary_in(config: Mapping[str, Any]) -> int | None:
     """Tokens in the vocabulary by config.json; None if not there."""
     return _number_in(config, "vocab_size")
+
+
+def positions_in(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the language model is made for by config.json; None if not there."""
+    return _number_in(config, "max_position_embeddings")
 
 
 def keys_in(config: Mapping[str, Any]) -> frozenset[str]:

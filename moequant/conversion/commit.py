@@ -16,8 +16,8 @@ import torch
 from moequant._version import __version__
 from moequant.conversion.finished_shard import shares
 from moequant.conversion.merging import merged_errors
-from moequant.conversion.output_directory import read_record, recorded_sidecars
-from moequant.conversion.record import OTHER_QUANTIZATION, claims_of, converted_config
+from moequant.conversion.output_directory import replaced_files
+from moequant.conversion.record import claims_of, converted_config
 from moequant.errors import CheckpointError
 from moequant.storage.disk import explained, fsync_directory, sha256_of, write_file
 from moequant.storage.files import (
@@ -129,12 +129,12 @@ def _move(folder: Path, output: Path, files: Iterable[str]) -> None:
 def _retire_old_output(output: Path, keep: set[str]) -> None:
     """Remove an earlier conversion, config.json first, so that it never loads partly replaced.
 
-    Its record is removed last, because it lists the files to remove.
+    Its record is removed last, because it lists the files to remove. `keep` are shards of the new
+    one that an earlier attempt has moved.
     """
-    files = [CONFIG_FILE, INDEX_FILE, *OTHER_QUANTIZATION]
-    files += recorded_sidecars(read_record(output))
-    shards = [path.name for path in output.glob("*.safetensors") if path.name not in keep]
-    for file in (*files, *shards, RECORD_FILE):
+    for file in replaced_files(output):
+        if file in keep:
+            continue
         path = output / file
         # A record may have been edited: remove no folder, and nothing outside the output.
         inside = path.parent.resolve().is_relative_to(output.resolve())

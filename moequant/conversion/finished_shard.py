@@ -40,6 +40,7 @@ class FinishedShard:
         sha256: its digest.
         requantization_errors: the errors of its weights that were quantized in the source, by kind.
         gptq_errors: the errors of its weights that were rounded by GPTQ, by kind.
+        not_finite: its copied tensors that hold NaN or Inf, each with the first one.
         quantizer: the quantizer that was used; None if everything was copied.
     """
 
@@ -48,6 +49,7 @@ class FinishedShard:
     sha256: str
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
+    not_finite: tuple[str, ...] = ()
     quantizer: UsedQuantizer | None = None
 
 

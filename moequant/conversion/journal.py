@@ -3,7 +3,7 @@
 OUTPUT/.moequant/ contains:
 
     lock            locked while a conversion runs
-    plan.json       digest of the plan, its recipe, and the state of the source files
+    plan.json       digest of the plan, its settings, and the state of the source files
     journal.jsonl   one line per finished shard: file, size, SHA-256, quantizer
     shards/         finished shards, and unfinished ones
     source/         shards of the source that were fetched to be deleted, and samples of them
@@ -19,10 +19,11 @@ import errno
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.conversion.finished_shard import FinishedShard, journal_line, parse_line
-from moequant.errors import MoequantError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.storage.disk import (
     append_to_file,
     explained,
@@ -30,8 +31,10 @@ from moequant.storage.disk import (
     replace_file,
     sha256_of,
 )
+from moequant.storage.documents import read_document
 from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
+from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from moequant.progress import Progress
 
 
+_KINDS = {"plan_sha256": str, "source_state": dict, "recipe": dict}
+"""What plan.json must have."""
 _DIGESTS_AT_ONCE = 4
 """Finished shards whose digests are checked in parallel; four saturate most disks."""
 _REMOVALS = 10
@@ -66,12 +71,28 @@ class Journal:
         return self._plan.exists()
 
     def read_plan(self) -> dict[str, Any]:
-        """The content of plan.json; empty if it is unreadable."""
+        """The content of plan.json: at least `plan_sha256`, `source_state` and `recipe`.
+
+        Raises:
+            MoequantError: it cannot be read, or is not as `begin` wrote it.
+        """
         try:
-            recorded = json.loads(self._plan.read_text("utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return recorded if isinstance(recorded, dict) else {}
+            recorded = read_document(FixedFile.at(self._plan))
+        except CheckpointError as error:
+            raise self.damaged(str(error).removeprefix(f"{self._plan}: ")) from error
+        for key, kind in _KINDS.items():
+            if not isinstance(recorded.get(key), kind):
+                found = show(recorded[key]) if key in recorded else "not there"
+                wanted = "a text" if kind is str else "an object"
+                raise self.damaged(f"{key} is {found}, but must be {wanted}")
+        return recorded
+
+    def damaged(self, why: str) -> MoequantError:
+        """The error that plan.json is damaged."""
+        return MoequantError(
+            f"{self._plan}: damaged: {why}. It says which conversion is unfinished, so that one "
+            "cannot continue; start over with --overwrite"
+        )
 
     def begin(self, record: dict[str, Any]) -> None:
         """Remove earlier work and record the plan.

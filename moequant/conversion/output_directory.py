@@ -8,12 +8,14 @@ from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+from moequant.conversion.record import OTHER_QUANTIZATION
+from moequant.conversion.settings import differing_settings
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
 from moequant.storage.disk import existing_parent
 from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
-from moequant.storage.folder import is_inner_name
+from moequant.storage.folder import is_inner_name, read_by_engines
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
@@ -22,13 +24,27 @@ if TYPE_CHECKING:
     from moequant.conversion.journal import Journal
     from moequant.storage.checkpoint import Checkpoint
 
+_NAMES_SHOWN = 5
+
 
 def is_work_left(
-    journal: Journal, plan_sha256: str, source: Callable[[], Mapping[str, Any]], overwrite: bool
+    journal: Journal,
+    plan_sha256: str,
+    *,
+    settings: Mapping[str, Any],
+    state: Callable[[], Mapping[str, Any]],
+    source: Callable[[], Mapping[str, Any]],
+    overwrite: bool,
 ) -> bool:
     """Whether there is work to do; False if the same conversion is already finished.
 
-    `source` computes digests of the source's contents, and is called only if needed.
+    Args:
+        journal: of the output.
+        plan_sha256: digest of the plan.
+        settings: of the plan; see `settings_of`.
+        state: gives the state of the source's files; called only if needed.
+        source: computes digests of the source's contents; called only if needed.
+        overwrite: whether anything may be replaced.
 
     Raises:
         MoequantError: the directory contains something else, and `overwrite` is False.
@@ -46,31 +62,53 @@ def is_work_left(
         return True
     if journal.exists:
         begun = journal.read_plan()
-        if begun.get("plan_sha256") == plan_sha256:
+        if begun["plan_sha256"] == plan_sha256:
             return True
         begun_with = _formats_of(begun).removesuffix(",")
         raise MoequantError(
-            f"{output}: holds an unfinished conversion{begun_with}, with other settings or "
-            "of another source, interrupted or still running; repeat its command to finish it or, "
-            "if that ended with an error about a weight, replace it with --overwrite"
+            f"{output}: holds an unfinished conversion{begun_with}, "
+            f"{_difference_of(journal, begun, settings, state())}, interrupted or still running; "
+            "repeat its command to finish it or, if that ended with an error about a weight, "
+            "replace it with --overwrite"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
     record = read_record(output)
     recorded = object_at(record, "source")
     if record.get("plan_sha256") != plan_sha256 or not source().items() <= recorded.items():
-        holds = f"a conversion{_formats_of(record)} with other settings or of another source"
         if not record:
             raise MoequantError(
                 f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
-                "or write into it with --overwrite, which leaves files of other origin there"
+                f"or replace its {CONFIG_FILE} and *.safetensors with --overwrite"
             )
+        other = differing_settings(record, settings)
+        holds = f"with other settings ({other})" if other else "of another source"
         raise MoequantError(
-            f"{output}: not empty; holds {holds}; choose another directory, or replace its content "
-            "with --overwrite"
+            f"{output}: not empty; holds a conversion{_formats_of(record)} {holds}; choose another "
+            "directory, or replace its content with --overwrite"
         )
     _check_whole(output, record)
     return False
+
+
+def _difference_of(
+    journal: Journal,
+    begun: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> str:
+    """In what an unfinished conversion of another plan differs, in words.
+
+    Raises:
+        MoequantError: in nothing, so that its plan.json has another digest than it was given.
+    """
+    if other := differing_settings(begun, settings):
+        return f"with other settings ({other})"
+    before = begun["source_state"]
+    changed = [file for file in {**state, **before} if state.get(file) != before.get(file)]
+    if changed:
+        return f"of another source (it differs in {changed[0]})"
+    raise journal.damaged("its plan_sha256 is not that of its settings and source")
 
 
 def _formats_of(document: Mapping[str, Any]) -> str:
@@ -98,6 +136,35 @@ def read_record(output: Path) -> dict[str, Any]:
 def recorded_sidecars(record: Mapping[str, Any]) -> list[str]:
     """Names of the sidecar files in a record, which may have been edited."""
     return list(filter(is_inner_name, object_at(object_at(record, "source"), "sidecars")))
+
+
+def replaced_files(output: Path) -> list[str]:
+    """Files that a conversion into an existing output removes; not all of them need be there."""
+    shards = [path.name for path in output.glob("*.safetensors")]
+    recorded = recorded_sidecars(read_record(output))
+    return [CONFIG_FILE, INDEX_FILE, *OTHER_QUANTIZATION, *recorded, *shards, RECORD_FILE]
+
+
+def check_nothing_stays(output: Path, sidecars: Iterable[str]) -> None:
+    """Check that the output, with `sidecars` of the source, keeps no file that engines may read.
+
+    A tokenizer or weights of another model would be loaded with the new weights; removing what no
+    conversion wrote is up to the user.
+
+    Raises:
+        MoequantError: names files that would stay.
+    """
+    if not output.is_dir():
+        return
+    known = {*replaced_files(output), *sidecars}
+    staying = [name for name in map(str, read_by_engines(output)) if name not in known]
+    if staying:
+        more = len(staying) - _NAMES_SHOWN
+        raise MoequantError(
+            f"{output}: holds {', '.join(staying[:_NAMES_SHOWN])}{f' and {more} more' * (more > 0)}"
+            ", which this conversion does not replace and engines may read with its weights; move "
+            "them away, or choose another output"
+        )
 
 
 def check_apart(source: Checkpoint, output: Path) -> None:

@@ -22,6 +22,7 @@ from moequant.conversion.journal import Journal
 from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
 from moequant.conversion.output_directory import check_apart, free_bytes
 from moequant.conversion.plan import Plan, plan_checkpoint
+from moequant.conversion.plan_warnings import warnings_of_config
 from moequant.conversion.planned_conversion import (
     ConversionResult,
     PlannedConversion,
@@ -38,6 +39,7 @@ from moequant.quantizers import choose_quantizer
 from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
+from moequant.storage.files import CONFIG_FILE, INDEX_FILE
 from moequant.storage.folder import given_folder, is_adapter
 from moequant.storage.hub_folder import HubFolder, download_of, open_headers
 from moequant.storage.locate import directory_of, locate
@@ -245,9 +247,16 @@ def _without_collector() -> Iterator[None]:
 
 
 def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from warnings_of_config(checkpoint.config, checkpoint.folder.shown / CONFIG_FILE)
     left_out = checkpoint.left_out()
     adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
-    if others := ", ".join(str(file) for file in left_out if not is_adapter(file)):
+    besides = [f for f in left_out if not is_adapter(f) and ".safetensors" in f.name.lower()]
+    if besides:
+        why = f"the weights are {', '.join(checkpoint.files)}"
+        if checkpoint.index_file is not None:
+            why = f"{INDEX_FILE} does not name them"
+        yield f"not read and not copied, because {why}: {', '.join(map(str, besides))}"
+    if others := ", ".join(str(f) for f in left_out if not is_adapter(f) and f not in besides):
         yield f"not read and not copied, because they hold the weights in other formats: {others}"
     if adapters:
         yield (

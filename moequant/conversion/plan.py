@@ -161,16 +161,17 @@ def plan_checkpoint(
     unused_statistics: bool = False,
 ) -> Plan:
     """The plan for an opened checkpoint; see `make_plan`."""
-    return make_plan(
-        checkpoint.tensors,
-        source_config(checkpoint),
-        checkpoint.file_bytes,
-        recipe,
-        own,
-        statistics=statistics,
-        input_scales=input_scales,
-        unused_statistics=unused_statistics,
-    )
+    with checkpoint.naming_config():
+        return make_plan(
+            checkpoint.tensors,
+            source_config(checkpoint),
+            checkpoint.file_bytes,
+            recipe,
+            own,
+            statistics=statistics,
+            input_scales=input_scales,
+            unused_statistics=unused_statistics,
+        )
 
 
 def make_plan(

@@ -9,16 +9,21 @@ from moequant.compatibility.facts import dtype_in, heads_in, keys_in
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
+from moequant.storage.documents import non_finite_numbers
 from moequant.weights.source_model import quantization_config_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from moequant.conversion.units import Item
     from moequant.dialects.base import Dialect
     from moequant.models import Model
     from moequant.weights.encoded import EncodedInfo
     from moequant.weights.source_model import SourceModel
+
+_LITERALS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_PLACES_SHOWN, _MAX_PLACE = 3, 100
 
 
 def engine_verdicts(
@@ -97,6 +102,21 @@ def warnings_of_source(
             f"{source.dropped[0].name}, are not copied: in the output, only weights are quantized"
         )
     return warnings
+
+
+def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """Of NaN and infinities in config.json, which `path` is, for messages.
+
+    They are no error: released models of Mamba layers have `"time_step_limit": [0.0, Infinity]`.
+    """
+    found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(config)]
+    if found:
+        more = f" and {len(found) - _PLACES_SHOWN} more" if found[_PLACES_SHOWN:] else ""
+        yield (
+            f"{path}: {', '.join(found[:_PLACES_SHOWN])}{more}, which JSON does not have; Python "
+            "reads it, but other readers refuse the file. The output's is the same: correct the "
+            "source's, unless the model was released so"
+        )
 
 
 def warnings_of_experts_apart(items: Iterable[Item], model: Model) -> list[str]:

@@ -15,10 +15,12 @@ from moequant.conversion.items import stored_in
 from moequant.conversion.merging import merged_errors
 from moequant.conversion.output_directory import (
     check_apart,
+    check_nothing_stays,
     check_places,
     check_space,
     is_work_left,
 )
+from moequant.conversion.settings import settings_of
 from moequant.conversion.source_identity import (
     check_unchanged,
     content_digests,
@@ -70,6 +72,7 @@ class ConversionResult:
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
         gptq_errors: for weights rounded by GPTQ, the errors of outputs by kind of weight.
+        not_finite: the copied tensors that hold NaN or Inf, each with the first one, in words.
     """
 
     output: Path
@@ -84,6 +87,7 @@ class ConversionResult:
     quantizer: Choice | None = None
     requantization_errors: tuple[RequantizationError, ...] = ()
     gptq_errors: tuple[GptqError, ...] = ()
+    not_finite: tuple[str, ...] = ()
     shares: tuple[Share, ...] = ()
     kept: tuple[LayerCost, ...] = ()
 
@@ -111,7 +115,14 @@ class PlannedConversion:
 
     def is_left(self) -> bool:
         """Whether there is anything to do; see `is_work_left`."""
-        return is_work_left(self.journal, self.plan.digest, self.identity, self.overwrite)
+        return is_work_left(
+            self.journal,
+            self.plan.digest,
+            settings=settings_of(self.plan),
+            state=partial(source_state, self.checkpoint, self.sidecars),
+            source=self.identity,
+            overwrite=self.overwrite,
+        )
 
     def identity(self) -> Mapping[str, Any]:
         """What a record says of the source: digests of its contents, or its commit on the hub."""
@@ -186,6 +197,7 @@ def convert_planned(work: PlannedConversion, workers: int, progress: Progress) -
         quantizer=chosen if work.executor == LOCAL else None,
         requantization_errors=errors,
         gptq_errors=tuple(merged_errors(error for shard in ordered for error in shard.gptq_errors)),
+        not_finite=tuple(fault for shard in ordered for fault in shard.not_finite),
         shares=tuple(shares(ordered)),
     )
 
@@ -256,10 +268,8 @@ def _resume_or_begin(
     """
     journal = work.journal
     record = {"plan_sha256": work.plan.digest, "source_state": state}
-    measured = work.plan.statistics
     commit = {"commit": work.provenance["commit"]} if work.provenance else {}
-    used = {} if measured is None else {"statistics": {"sha256": measured.digest}}
-    recorded = journal.read_plan()
+    recorded = _recorded_plan(work)
     if record.items() <= recorded.items():
         finished = journal.resume([shard.file for shard in work.plan.shards], progress)
         _check_room(work, state, finished, freed_bytes=0)
@@ -280,8 +290,18 @@ def _resume_or_begin(
         if not journal.exists:
             journal.close()  # it contains only the lock
         raise
-    journal.begin({**record, "recipe": work.plan.recipe.model_dump(mode="json"), **used, **commit})
+    journal.begin({**record, **settings_of(work.plan), **commit})
     return {}
+
+
+def _recorded_plan(work: PlannedConversion) -> Mapping[str, Any]:
+    """The plan of an unfinished conversion; empty if there is none, or a damaged one to replace."""
+    try:
+        return work.journal.read_plan() if work.journal.exists else {}
+    except MoequantError:
+        if not work.overwrite:
+            raise
+        return {}
 
 
 def _check_room(
@@ -291,11 +311,12 @@ def _check_room(
     *,
     freed_bytes: int,
 ) -> None:
-    """Check paths and space, of which `freed_bytes` will be freed, for output and download."""
+    """Check the output's files, and its space, of which `freed_bytes` will be freed."""
     output, shards = work.journal.output, work.plan.shards
     sidecars = [str(file) for file in work.sidecars]
     files = [shard.file for shard in shards]
     check_places(output, [*files, *sidecars, RECORD_FILE, INDEX_FILE, CONFIG_FILE])
+    check_nothing_stays(output, sidecars)
     shard_bytes = sum(shard.size_bytes for shard in shards if shard.file not in finished)
     sidecar_bytes = sum(state[file][0] for file in sidecars)
     needed_bytes = shard_bytes + sidecar_bytes + work.fetched_bytes - freed_bytes

@@ -29,6 +29,7 @@ from moequant.conversion.units import Copy, Unit
 from moequant.quantizers.worker_pool import worker_pool
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.writer import ShardWriter
+from moequant.weights.finite import find_not_finite
 from moequant.weights.source_weights import check_bias
 
 if TYPE_CHECKING:
@@ -109,10 +110,11 @@ def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iter
 
 
 class _Errors(NamedTuple):
-    """The errors of weights that were quantized in the source, and of those rounded by GPTQ."""
+    """What is found in items: errors by kind of weight, and copied tensors with NaN or Inf."""
 
-    requantization: Sequence[RequantizationError]
+    requantization: Sequence[RequantizationError] = ()
     gptq: Sequence[GptqError] = ()
+    not_finite: Sequence[str] = ()
 
 
 class _Filling(NamedTuple):
@@ -189,6 +191,7 @@ class _Run(threading.local):
         return writer, _Errors(
             requantization=merged_errors(e for errors in ordered for e in errors.requantization),
             gptq=merged_errors(e for errors in ordered for e in errors.gptq),
+            not_finite=[fault for errors in ordered for fault in errors.not_finite],
         )
 
     def finish(
@@ -211,6 +214,7 @@ class _Run(threading.local):
             sha256=sha256,
             requantization_errors=tuple(errors.requantization),
             gptq_errors=tuple(errors.gptq),
+            not_finite=tuple(errors.not_finite),
             quantizer=self._used if computed else None,
         )
         if before is not None:
@@ -266,7 +270,8 @@ class _Run(threading.local):
         else:
             if item.is_bias:
                 check_bias(self._source, item.info)
-            self._copy(item, writer)
+            if (fault := self._copy(item, writer)) is not None:
+                filling.errors[number] = _Errors(not_finite=[fault])
 
     def _convert(self, batch: Sequence[tuple[int, Item]], filling: _Filling) -> None:
         writer = filling.writer
@@ -335,14 +340,20 @@ class _Run(threading.local):
         if release is None:
             self._results.release(memory)
 
-    def _copy(self, copy: Copy, writer: ShardWriter) -> None:
+    def _copy(self, copy: Copy, writer: ShardWriter) -> str | None:
+        """Copy a tensor; the first NaN or Inf in it, in words, or None."""
         name, size_bytes = copy.name, copy.info.size_bytes
+        fault = None
         for offset in range(0, size_bytes, COPY_CHUNK_BYTES):
             memory = self._results.acquire(writer.position(name, offset))
             count = min(COPY_CHUNK_BYTES, size_bytes - offset)
-            chunk = tensor_bytes(memory.empty((count,), dtype=torch.uint8))
+            part = memory.empty((count,), dtype=torch.uint8)
+            chunk = tensor_bytes(part)
             self._source.read_into(name, offset, chunk)
+            # Before it is handed over: then it may be reused at any time.
+            fault = fault or find_not_finite(part, copy.info, offset)
             self._hand_over(memory, writer, partial(writer.write_bytes, name, offset, chunk))
+        return fault
 
 
 class _ResultBuffers:

@@ -22,8 +22,8 @@ from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import replace_file
 from moequant.storage.headers import DTYPES, dtype_name, encode_header, read_header_and_metadata
 from moequant.storage.reader import FixedFile
+from moequant.storage.setting_differences import difference
 from moequant.streaming.activations import join_parts, parts_of
-from moequant.streaming.differences import difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

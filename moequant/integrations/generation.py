@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.compatibility.facts import positions_in
+from moequant.errors import NumericsError, UnsupportedError
 from moequant.integrations.decoding import (
     cache_argument,
     check_capturable,
@@ -21,6 +23,7 @@ from moequant.integrations.decoding import (
 from moequant.integrations.library import import_transformers
 from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
 from moequant.runtime.load import open_reader
+from moequant.storage.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,10 +72,12 @@ class Prompts:
     Attributes:
         folder: the converted checkpoint.
         vocabulary: number of token ids of the model.
+        positions: number of tokens that it was made for; None if config.json does not say.
     """
 
     folder: Path
     vocabulary: int
+    positions: int | None = None
 
     @classmethod
     def of(cls, checkpoint: str | Path, architecture: str | Path | None = None) -> Prompts:
@@ -86,7 +91,19 @@ class Prompts:
         """
         opened = open_reader(checkpoint, torch.device("cpu"), architecture).converted.checkpoint
         vocabulary = vocabulary_size(opened.config, opened.path)
-        return cls(folder=opened.path, vocabulary=vocabulary)
+        positions = positions_in(opened.config)
+        return cls(folder=opened.path, vocabulary=vocabulary, positions=positions)
+
+    def too_long(self, ids: Sequence[int], max_new_tokens: int) -> str | None:
+        """A warning that prompt and answer may exceed what the model was made for, if so."""
+        tokens = len(ids) + max_new_tokens
+        if self.positions is None or tokens <= self.positions:
+            return None
+        return (
+            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones may be {tokens}, but "
+            f"max_position_embeddings in {self.folder / CONFIG_FILE} is {self.positions}: beyond "
+            "it, the model's text is of no use; give a smaller --max-new-tokens"
+        )
 
     def check(self, ids: Sequence[int]) -> None:
         """Check that there are ids, and that all are in the vocabulary.
@@ -152,6 +169,7 @@ def generate(
     Raises:
         UnsupportedError: an empty prompt, `max_new_tokens` below 1, or an invalid temperature or
             seed; or torch.compile of a model without a static cache.
+        NumericsError: the model's logits are NaN or Inf.
     """
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
@@ -228,14 +246,30 @@ def _warm_up(
 def _run(
     model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
 ) -> tuple[Tensor, float, list[float]]:
-    """Output, start time, and time of each token, in seconds of `time.perf_counter`."""
+    """Output, start time, and time of each token, in seconds of `time.perf_counter`.
+
+    Raises:
+        NumericsError: logits are NaN or Inf.
+    """
     times: list[float] = []
+
+    class Watch(import_transformers().LogitsProcessor):  # type: ignore[misc]
+        """Notes whether logits choose a token: -Inf excludes one, NaN and Inf choose none."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.is_bad = (scores < math.inf).logical_not_().any()
+            # Drawing from NaN would be an error of the device, before the clock reads this.
+            return scores.masked_fill(self.is_bad, 0)
+
+    watch = Watch()
 
     class Clock(import_transformers().StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: object, **kwargs: Any) -> Tensor:
             if input_ids.device.type == "cuda":
                 torch.cuda.synchronize(input_ids.device)
             times.append(time.perf_counter())
+            if watch.is_bad:
+                raise NumericsError(_no_choice(model, len(times)))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     sampling = {"do_sample": True, "temperature": temperature}
@@ -245,9 +279,19 @@ def _run(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
+        logits_processor=[watch],
         stopping_criteria=[Clock()],
         **options,
         **(sampling if temperature else greedy),
     )
     assert isinstance(output, torch.Tensor)
     return output, started, times
+
+
+def _no_choice(model: PreTrainedModel, token: int) -> str:
+    where = f"{model.name_or_path}: " if model.name_or_path else ""
+    return (
+        f"{where}the logits of new token {token} have NaN or Inf, so there is no likeliest token; "
+        f"look for NaN in {CONFIG_FILE} and in weights, which moequant verify CONVERTED --against "
+        "SOURCE names, or try another backend: --backend torch_reference"
+    )

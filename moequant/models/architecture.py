@@ -461,5 +461,8 @@ def _list(config: Mapping[str, Any], key: str | None) -> list[Any] | tuple[Any, 
     if listed is None:
         return ()
     if not isinstance(listed, list | tuple):
-        raise CheckpointError(f"config.json: {key} is not a list")
+        raise CheckpointError(
+            f"config.json: {key} is {show(listed)}, but must be a list with an entry for each "
+            "layer, or of layers; take the config.json of the model's release"
+        )
     return listed

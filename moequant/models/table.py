@@ -269,6 +269,11 @@ def find_architecture(
             "config.json: has no model_type, which names the architecture; take the config.json of "
             "the model's release"
         )
+    if not isinstance(model_type, str):
+        raise UnsupportedError(
+            f"config.json: model_type is {show(model_type)}, but must be the name of an "
+            "architecture; take the config.json of the model's release"
+        )
     where = f"config.json: model_type {show(model_type)} is not in"
     if own:
         known = ", ".join(sorted(t for a in own for t in a.model_types))

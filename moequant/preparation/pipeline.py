@@ -109,12 +109,17 @@ def prepare(
     replaced = None
     with suppress(CheckpointError):
         replaced = read_manifest(folder)
-    with exclusive(work, "preparation"):
-        try:
-            manifest = _write(work, checkpoint, target, layouts, progress)
-            _put_in_place(work, folder)
-        finally:
-            _remove(work)
+    try:
+        with exclusive(work, "preparation"):
+            try:
+                manifest = _write(work, checkpoint, target, layouts, progress)
+                _put_in_place(work, folder)
+            finally:
+                _remove(work)
+    finally:
+        # Empty if nothing was ever prepared, as after a full disk; else it cannot be removed.
+        with suppress(OSError):
+            folder.parent.rmdir()
     return PreparationResult(folder=folder, manifest=manifest, state="prepared", replaced=replaced)
 
 

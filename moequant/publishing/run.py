@@ -13,9 +13,9 @@ from moequant.publishing.files import PublishedFile
 from moequant.publishing.hub import Destination, is_same
 from moequant.publishing.plan import REPORT_FOLDER, plan_push
 from moequant.storage.files import CONFIG_FILE, PREPARED_FOLDER, RECORD_FILE
+from moequant.storage.folder import is_note
 from moequant.storage.model_card import CARD_FILE
 from moequant.verification import check_integrity
-from moequant.verification.stored import is_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from reprlib import repr as show
 from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.storage.buffers import Arena, tensor_bytes
 from moequant.storage.documents import read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
@@ -245,6 +246,16 @@ class Checkpoint:
         """A tensor's bytes in chunks of at most `chunk_bytes`; each is valid until the next."""
         info = self.info(name)
         return self.files[info.file].chunks(info.start, info.stop, chunk_bytes)
+
+    @contextmanager
+    def naming_config(self) -> Iterator[None]:
+        """Give errors about config.json its folder, since a command may read several."""
+        try:
+            yield
+        except MoequantError as error:
+            if not str(error).startswith(f"{CONFIG_FILE}: "):
+                raise
+            raise type(error)(f"{self.folder.shown}/{error}") from error
 
     def stop_waiting(self) -> None:
         """End reads that wait for a file to be fetched, with an error; later ones, too."""

@@ -12,6 +12,7 @@ Decisions, each with the failure it prevents:
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from reprlib import Repr
 from reprlib import repr as show
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from moequant.storage.reader import FixedFile
@@ -85,6 +86,24 @@ def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds {show(value)}, but must be a JSON object; {_REMEDY}")
     return value
+
+
+def non_finite_numbers(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Place and value of each NaN or infinity of a document, which Python reads but JSON lacks.
+
+    A number such as 1e999, which is infinite as a float, counts, too. A place is written as in
+    `rope_scaling.factors[2]`.
+    """
+    left: list[tuple[str, Any]] = [("", document)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            yield place, value
+        elif isinstance(value, dict):
+            inner = [(f"{place}.{key}" if place else key, part) for key, part in value.items()]
+            left += reversed(inner)
+        elif isinstance(value, list):
+            left += reversed([(f"{place}[{i}]", part) for i, part in enumerate(value)])
 
 
 def _children(value: object) -> Iterable[Any]:

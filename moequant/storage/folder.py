@@ -32,6 +32,9 @@ OTHER_WEIGHTS = (
 )  # fmt: skip
 """Suffixes of weight files other than safetensors."""
 
+NOTES = (".md", ".png", ".jpg", ".svg", ".html")
+"""Suffixes, in lower case, of files that may be added to a checkpoint: no engine reads them."""
+
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
 """Linux's limits, with room for the folder's own path."""
 
@@ -225,6 +228,22 @@ def sidecar_files(root: Path) -> list[Path]:
 def weight_files(root: Path) -> list[Path]:
     """Weight files of any format, and files that describe them, relative to `root`."""
     return [name for name in _walk(root) if is_weights(name)]
+
+
+def read_by_engines(root: Path) -> list[Path]:
+    """Files relative to `root` that engines may read, except those only a conversion writes.
+
+    Unlike `sidecar_files`, it looks at names only, and accepts any.
+
+    Raises:
+        CheckpointError: a folder cannot be listed.
+    """
+    return [name for name in _walk(root) if not is_note(name)]
+
+
+def is_note(file: PurePath) -> bool:
+    """Whether a file may be added to a checkpoint."""
+    return file.suffix.lower() in NOTES
 
 
 def is_adapter(name: Path) -> bool:

@@ -277,17 +277,23 @@ def _check_coverage(
     path: Path, infos: Iterable[TensorInfo], data_start: int, file_size: int
 ) -> None:
     """Check that ranges do not overlap, leave no gaps, and end where the file ends."""
-    position = data_start
+    position, gap = data_start, None
     for info in sorted(infos, key=attrgetter("start", "stop")):
         if info.start != position:
             fault = "overlaps the tensor before it" if info.start < position else "leaves a gap"
-            raise _refusal(
+            refusal = _refusal(
                 path,
                 f"{fault}: begins at data offset {info.start - data_start}, "
                 f"expected {position - data_start}",
                 info.name,
             )
+            # A tensor that lies over others also leaves a gap where it should be.
+            if info.start < position:
+                raise refusal
+            gap = gap or refusal
         position = info.stop
+    if gap is not None:
+        raise gap
     if position > file_size:
         raise _refusal(
             path,

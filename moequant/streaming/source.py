@@ -30,4 +30,5 @@ def open_source(
     """
     checkpoint = Checkpoint.open(path)
     own = described_architectures(path, architecture)
-    return checkpoint, read_source(checkpoint.tensors, source_config(checkpoint), own)
+    with checkpoint.naming_config():
+        return checkpoint, read_source(checkpoint.tensors, source_config(checkpoint), own)

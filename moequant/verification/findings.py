@@ -70,6 +70,8 @@ class WeightChecks:
         """The worst weights, worst first."""
         self.requantization_errors: list[RequantizationError] = []
         """The requantization errors by kind."""
+        self.not_finite: list[str] = []
+        """The copied tensors that hold NaN or Inf, each with the first one, in words."""
         self._roles = roles
         self._by_format: dict[str, _Sum] = {}
         self._groups: dict[tuple[TensorRole, str], _Group] = {}

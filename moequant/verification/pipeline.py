@@ -121,13 +121,14 @@ def verify(
     except ArchitectureError as error:
         findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
         own = ()
-    original = read_source(source.tensors, source_config(source), own)
+    with source.naming_config():
+        original = read_source(source.tensors, source_config(source), own)
     model = original.model
     functions = {model.moe.act_fn_of(layer).name for layer in model.layers}
     if layers != 0 and (unknown := functions - {*FUNCTIONS}):
         raise UnsupportedError(
-            f"config.json: activation function {min(unknown)!r}, but layers are evaluated "
-            f"with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
+            f"{source.path}/config.json: activation function {min(unknown)!r}, but layers are "
+            f"evaluated with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
         )
     check_sidecars(source, path, findings, by_moequant=stored.has_record)
     expected = None
@@ -206,6 +207,7 @@ def _compare(run: Verification, report: Report, layers: Layers, serving: Serving
         worst_weights=tuple(weights.worst),
         errors=weights.groups(),
         requantization_errors=tuple(weights.requantization_errors),
+        not_finite=tuple(weights.not_finite),
         prepared=prepared,
         layers=check_layers(run, converted, chosen, serving),
     )

@@ -258,6 +258,8 @@ class Report(Outcome):
             there is none.
         manifests_sha256: SHA-256 of the manifest of each prepared folder, by its target.
         requantization_errors: for a quantized source, the errors by kind of weight.
+        not_finite: the copied tensors that hold NaN or Inf, as in the source, each with the first
+            one, in words.
         layers: the layers that were run.
         prepared: targets whose prepared folder was found and checked.
     """
@@ -275,6 +277,7 @@ class Report(Outcome):
     record_sha256: str | None = None
     manifests_sha256: Mapping[str, str] = field(default_factory=dict)
     requantization_errors: tuple[RequantizationError, ...] = ()
+    not_finite: tuple[str, ...] = ()
     layers: tuple[LayerCheck, ...] = ()
     prepared: tuple[str, ...] = ()
 
@@ -291,6 +294,7 @@ class Report(Outcome):
             "worst_weights": [weight.to_json() for weight in self.worst_weights],
             "errors": [group.to_json() for group in self.errors],
             "requantization_errors": [error.to_json() for error in self.requantization_errors],
+            "not_finite": list(self.not_finite),
             "layers": [layer.to_json() for layer in self.layers],
             "prepared": list(self.prepared),
             "manifests_sha256": dict(self.manifests_sha256),

@@ -19,6 +19,7 @@ from moequant.storage.folder import (
     Folder,
     check_is_checkpoint,
     given_folder,
+    is_note,
     searched,
     sidecar_files,
     weight_files,
@@ -28,22 +29,13 @@ from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
-    from pathlib import Path, PurePath
+    from pathlib import Path
 
     from moequant.storage.headers import TensorInfo
     from moequant.verification.findings import Findings
     from moequant.verification.report import Check
 
     Headers = Mapping[str, Mapping[str, TensorInfo]]
-
-
-NOTES = (".md", ".png", ".jpg", ".svg", ".html")
-"""Suffixes, in lower case, of files that may be added to a checkpoint: no engine reads them."""
-
-
-def is_note(file: PurePath) -> bool:
-    """Whether a file may be added to a checkpoint."""
-    return file.suffix.lower() in NOTES
 
 
 @dataclass(frozen=True, kw_only=True)

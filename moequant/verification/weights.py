@@ -14,6 +14,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from moequant.conversion import (
     RequantizationError,
     Unit,
@@ -42,6 +44,7 @@ from moequant.verification.findings import WeightChecks
 from moequant.verification.report import Problem, WeightCheck
 from moequant.weights.converted import read_input_scales
 from moequant.weights.encoded import read_places
+from moequant.weights.finite import find_not_finite
 from moequant.weights.source_weights import check_bias, read_stored
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ class _Result:
     problems: list[Problem] = field(default_factory=list)
     checks: list[WeightCheck] = field(default_factory=list)
     requantization_errors: list[RequantizationError] = field(default_factory=list)
+    not_finite: str | None = None
+    """Of a copied tensor, its first NaN or Inf, in words."""
 
     def add(self, name: str, message: object) -> None:
         self.problems.append(Problem(check="weights", name=name, message=str(message)))
@@ -83,7 +88,8 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
         The errors of converted weights.
 
     Raises:
-        CheckpointError: a file cannot be read or changes meanwhile, or the source holds NaN or Inf.
+        CheckpointError: a file cannot be read or changes meanwhile, or a weight that is converted
+            holds NaN or Inf.
     """
     expected, progress = run.expected, run.progress
     comparison = _Comparison(run, quantizer)
@@ -114,6 +120,8 @@ def check_weights(run: Verification, quantizer: Quantizer) -> WeightChecks:
         for weight in result.checks:
             checks.add(weight)
         checks.add_requantization_errors(result.requantization_errors)
+        if result.not_finite is not None:
+            checks.not_finite.append(result.not_finite)
     progress.finish()
     return checks
 
@@ -128,11 +136,22 @@ class _Comparison:
     def check_copy(self, info: TensorInfo, result: _Result) -> None:
         """Compare a tensor that is copied."""
         if self._is_stored(info.name, info.dtype, info.shape):
-            files = self.run.stored.checkpoint, self.run.source
-            chunks = (file.chunks(info.name, _CHUNK_BYTES) for file in files)
-            difference = find_difference(zip(*chunks, strict=True), info.dtype, info.shape)
+            found = self.run.stored.checkpoint.chunks(info.name, _CHUNK_BYTES)
+            wanted = self._read_through(info, result)
+            difference = find_difference(zip(found, wanted, strict=True), info.dtype, info.shape)
             if difference is not None:
                 result.add(info.name, difference)
+
+    def _read_through(self, info: TensorInfo, result: _Result) -> Iterator[memoryview]:
+        """The source's bytes of a tensor that is copied; notes the first NaN or Inf."""
+        offset = 0
+        for chunk in self.run.source.chunks(info.name, _CHUNK_BYTES):
+            if result.not_finite is None:
+                # Copied, because torch takes no memory that it may not write.
+                part = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+                result.not_finite = find_not_finite(part, info, offset)
+            offset += chunk.nbytes
+            yield chunk
 
     def check_dequantized(self, unit: Unit, result: _Result) -> None:
         """Compare a dequantized unit: the source's numbers, rounded to the plain format."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import sys
 
@@ -42,6 +44,29 @@ def test_ids_are_continued_and_timed(run, converted):
     assert (document["decoding"], document["not_static"]) == ("static_cache", None)
     # On a CPU nothing is compiled or captured, and no bandwidth is measured.
     assert (document["warm_up_s"], document["floor"]) == (None, None)
+
+
+def test_a_config_that_makes_nan_of_everything_is_an_error_at_the_first_token(
+    run, converted, tmp_path
+):
+    broken = shutil.copytree(converted, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text()) | {"rms_norm_eps": math.nan}
+    (broken / "config.json").write_text(json.dumps(config))
+    result = run("generate", broken, "--prompt-ids", "5,6,7", "--json")
+    assert result.exit_code == 5
+    message = result.document["error"]["message"]
+    assert message.startswith(f"{broken}: the logits of new token 1 have NaN or Inf")
+
+
+def test_more_tokens_than_positions_are_a_warning(run, converted, tmp_path):
+    few = shutil.copytree(converted, tmp_path / "few")
+    config = json.loads((few / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (few / "config.json").write_text(json.dumps(config))
+    options = ("generate", few, "--prompt-ids", "5,6,7", "--max-new-tokens")
+    assert "max_position_embeddings" not in run(*options, 5).stderr
+    more = run(*options, 6)
+    assert more.exit_code == 0
+    assert "3 tokens of the prompt and 6 new ones may be 9, but max_position_embe" in more.stderr
 
 
 def test_transformers_own_decoding_gives_the_same(run, converted):

@@ -221,7 +221,7 @@ DAMAGES = {
     "a model type that is a list": (
         config_says(model_type=["qwen3_moe"]),
         4,
-        r"model_type \['qwen3_moe'\] is not in the architecture table, .*--architecture",
+        r"model_type is \['qwen3_moe'\], but must be the name of an architecture; take the",
     ),
     "a number of experts as text": (
         config_says(num_experts="2"),
@@ -267,7 +267,7 @@ DAMAGES = {
     "dense layers that are a number": (
         config_says(mlp_only_layers=5),
         3,
-        r"mlp_only_layers is not a list",
+        r"mlp_only_layers is 5, but must be a list .* or of layers; take the config.json of",
     ),
     "a step of zero": (
         config_says(decoder_sparse_step=0),
@@ -323,6 +323,22 @@ def test_inspect_and_verify_name_it_too(run, plain, damaged, damage, code, messa
     damage(damaged)
     check(run("inspect", damaged), code, message)
     check(run("verify", plain, "--against", damaged), code, message)
+
+
+def test_an_error_about_config_names_its_folder(run, plain, damaged, tmp_path):
+    config_says(hidden_size=-256)(damaged)
+    (tmp_path / "text").write_text("one two")
+    message = rf"{damaged}/config.json: hidden_size is -256, but"
+    check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)
+    check(run("verify", plain, "--against", damaged), 3, message)
+
+
+def test_a_dtype_that_is_a_number_is_named(run, damaged, tmp_path):
+    """By those who ask for it: what converts, and `check`."""
+    config_says(torch_dtype=77)(damaged)
+    message = r'torch_dtype is 77, but must be the name of a dtype, such as "bfloat16"; take the'
+    check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)
+    check(run("check", damaged), 3, message)
 
 
 def test_one_weight_that_is_not_finite_is_named(run, damaged, tmp_path):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -220,3 +222,22 @@ def test_files_of_other_origin_are_to_be_removed(run, source, copy):
         result = run("verify", copy, *arguments)
         assert result.exit_code == 5
         assert result.stderr.splitlines()[-1] == "To fix it: remove these files"
+
+
+def test_nan_that_was_copied_is_a_warning_of_convert_and_verify(run, source, tmp_path):
+    broken = shutil.copytree(source, tmp_path / "broken")
+    name = "model.layers.0.post_attention_layernorm.weight"
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    path = broken / index["weight_map"][name]
+    tensors = load_file(path)
+    tensors[name][7] = math.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    message = (
+        f"Warning: 1 copied tensor with NaN or Inf, as in the source: {name}: nan at index [7]"
+    )
+    converted = run("convert", broken, tmp_path / "out", "--format", "nvfp4")
+    assert (converted.exit_code, message in converted.stderr) == (0, True)
+    verified = run("verify", tmp_path / "out", "--against", broken, "--layers", "0")
+    assert (verified.exit_code, message in verified.stderr) == (0, True)
+    again = run("verify", tmp_path / "out", "--against", broken, "--layers", "0", "--json")
+    assert again.document["not_finite"] == [f"{name}: nan at index [7]"]

@@ -43,14 +43,14 @@ def test_nothing_outside_the_output_goes_by_an_edited_record(
 ):
     (tmp_path / "diary.txt").write_text("mine")
     (old / "folder").mkdir()
-    (old / "folder" / "notes.txt").write_text("mine too")
-    (old / "link").symlink_to(tmp_path)
+    (old / "folder" / "notes.md").write_text("mine too")
+    (old / "link.md").symlink_to(tmp_path)
     names = ["../diary.txt", str(tmp_path / "diary.txt"), "folder", "", ".", "..", "a\0b"]
-    claim(old, *names, "link/diary.txt", "x" * 5000, "absent")
+    claim(old, *names, "link.md/diary.txt", "x" * 5000, "absent")
     replace()
     assert (tmp_path / "diary.txt").read_text() == "mine"
-    (old / "link").unlink()
-    assert contents(old) == contents(fresh) | {"folder/notes.txt": b"mine too"}
+    (old / "link.md").unlink()
+    assert contents(old) == contents(fresh) | {"folder/notes.md": b"mine too"}
 
 
 def test_links_in_the_output_go_and_what_they_lead_to_stays(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,10 +167,44 @@ def test_other_settings_into_the_same_folder_are_refused_and_overwrite_replaces(
     assert snapshot(out) == before
     (out / "moequant-prepared").mkdir()
     (out / "moequant-prepared" / "stale").write_text("")
-    (out / "notes.txt").write_text("mine")
+    (out / "notes.md").write_text("mine")
     convert(source, out, format="nvfp4", overwrite=True)
     fresh = snapshot(convert(source, tmp_path / "fresh", format="nvfp4").output)
-    assert snapshot(out) == fresh | {"notes.txt": b"mine"}
+    assert snapshot(out) == fresh | {"notes.md": b"mine"}
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "of another origin"])
+def test_a_file_that_engines_would_read_beside_the_new_weights_is_refused_before_the_work(
+    source, tmp_path, finished
+):
+    out = tmp_path / "out"
+    if finished:
+        convert(source, out, format="mxfp4")
+    for name in ("merges.txt", "templates/chat.jinja", "pytorch_model.bin", "old/a.safetensors"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("of another model")
+    before = snapshot(out)
+    message = r"holds merges.txt, old/a.safetensors, pytorch_model.bin, templates/chat.jinja, which"
+    with pytest.raises(MoequantError, match=message):
+        convert(source, out, format="nvfp4", overwrite=True)
+    assert snapshot(out) == before
+    (refusal,) = convert(source, out, format="nvfp4", overwrite=True, dry_run=True).refusals
+    assert "templates/chat.jinja" in refusal
+
+
+def test_an_unfinished_conversion_does_not_continue_beside_a_file_of_another_origin(
+    source, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setattr("moequant.conversion.planned_conversion.commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, out, format="mxfp4")
+    (out / "merges.txt").write_text("of another model")
+    with pytest.raises(MoequantError, match=r"holds merges.txt, which .*; move them away"):
+        convert(source, out, format="mxfp4")
+    (out / "merges.txt").unlink()
+    assert convert(source, out, format="mxfp4").resumed_shards == 1
 
 
 def test_a_refused_output_is_said_to_hold_what_it_holds(source, tmp_path):
@@ -206,6 +242,54 @@ def test_an_unfinished_output_is_said_to_hold_what_it_holds(source, begun):
         match=r"unfinished conversion into mxfp4, with other.*an error about a weight, replace it",
     ):
         convert(source, begun, format="nvfp4")
+
+
+def test_settings_that_differ_are_named_with_both_values(source, begun, tmp_path):
+    shards = rf"recipe.output.max_shard_size was '{SHARDS}' and is '5GB'"
+    with pytest.raises(MoequantError, match=rf"mxfp4, with other settings \({shards}\), interr"):
+        convert(source, begun, format="mxfp4")
+    done = convert(source, tmp_path / "done", format="mxfp4", max_shard_size=SHARDS).output
+    with pytest.raises(MoequantError, match=rf"mxfp4 with other settings \({shards}\); choose"):
+        convert(source, done, format="mxfp4")
+    with pytest.raises(MoequantError) as raised:
+        convert(source, begun, format="nvfp4", options={"search": "mse"}, max_shard_size=SHARDS)
+    assert (
+        "(recipe.rules[0].format was 'mxfp4' and is 'nvfp4', "
+        "recipe.rules[0].options.search was not given and is 'mse')"
+    ) in str(raised.value)
+
+
+def test_another_source_of_the_same_settings_is_named_by_a_file(begun, make_checkpoint):
+    other = make_checkpoint(experts=6)
+    with pytest.raises(MoequantError, match=r"into mxfp4, of another source \(it differs in mode"):
+        convert(other, begun, format="mxfp4", max_shard_size=SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "not valid JSON"),
+        (lambda text: "", "not valid JSON"),
+        (lambda text: "[]", r"holds \[\], but must be a JSON object"),
+        (lambda text: text.replace("source_state", "source_stat"), "source_state is not there"),
+        (lambda text: text.replace('"recipe": {', '"recipe": 1, "_": {'), "recipe is 1, but must"),
+        (
+            lambda text: re.sub('"plan_sha256": "....', '"plan_sha256": "0000', text),
+            "its plan_sha256 is not that of its settings and source",
+        ),
+    ],
+    ids=["cut", "empty", "no object", "a key lost", "a value lost", "digest"],
+)
+def test_a_damaged_plan_of_unfinished_work_is_named_and_can_be_replaced(source, begun, damage, why):
+    plan = begun / ".moequant" / "plan.json"
+    plan.write_text(damage(plan.read_text()))
+    before = snapshot(begun)
+    settings = {"format": "mxfp4", "max_shard_size": SHARDS}
+    message = rf"^{plan}: damaged: .*{why}.*start over with --overwrite$"
+    with pytest.raises(MoequantError, match=message):
+        convert(source, begun, **settings)
+    assert snapshot(begun) == before
+    assert convert(source, begun, **settings, overwrite=True).state == "converted"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -416,20 +500,37 @@ def foreign(folder):
     return folder
 
 
-def test_kept_tensors_are_copied_whatever_they_hold(make_checkpoint, tmp_path):
+def test_kept_tensors_are_copied_whatever_they_hold_and_nan_in_them_is_told(
+    make_checkpoint, tmp_path, monkeypatch
+):
     """Bytes, not numbers: biases of kept experts, routers, norms."""
     source = make_checkpoint(path=tmp_path / "source", model_type="gpt_oss", experts=2)
-    for name in (
-        "model.layers.0.mlp.experts.down_proj_bias",
-        "model.layers.1.mlp.router.bias",
-        "model.layers.1.input_layernorm.weight",
-    ):
+    places = {
+        "model.layers.0.mlp.experts.down_proj_bias": [0, 1],
+        "model.layers.1.input_layernorm.weight": [1],
+        "model.layers.1.mlp.router.bias": [1],
+    }
+    for name in places:
         path, tensors = expert_shard(source, name)
         tensors[name].view(-1)[1] = float("nan")
         save_file(tensors, path, metadata={"format": "pt"})
     rule = Rule(roles=("routed_experts",), layers="1:", format="mxfp4")
-    out = convert(source, tmp_path / "out", recipe=Recipe(rules=(rule,))).output
-    assert verify(out, against=source, layers=0).ok
+    settings = {"recipe": Recipe(rules=(rule,)), "max_shard_size": SHARDS}
+    result = convert(source, tmp_path / "out", **settings)
+    told = {f"{name}: nan at index {index}" for name, index in places.items()}
+    assert {*result.not_finite} == told
+    report = verify(result.output, against=source, layers=0)
+    assert report.ok
+    assert {*report.not_finite} == {*report.to_json()["not_finite"]} == told
+
+    # Also where an earlier run has copied them.
+    with monkeypatch.context() as broken:
+        broken.setattr("moequant.conversion.planned_conversion.commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, tmp_path / "again", **settings)
+    again = convert(source, tmp_path / "again", **settings)
+    assert again.resumed_shards == len(again.plan.shards)
+    assert again.not_finite == result.not_finite
 
 
 def test_a_refused_shape_is_named_before_anything_is_written(make_checkpoint, tmp_path):
@@ -599,9 +700,9 @@ def test_weights_in_other_forms_are_mentioned_and_not_copied(own_source, tmp_pat
     (own_source / "consolidated.safetensors").write_bytes(b"not read")
     (own_source / "pytorch_model.bin").write_bytes(b"not unpickled")
     result = convert(own_source, tmp_path / "out", format="mxfp4")
-    (warning,) = [w for w in result.plan.warnings if "not read" in w]
-    assert "consolidated.safetensors" in warning
-    assert "pytorch_model.bin" in warning
+    unnamed, other = [w for w in result.plan.warnings if "not read" in w]
+    assert unnamed.endswith("does not name them: consolidated.safetensors")
+    assert other.endswith("in other formats: pytorch_model.bin")
     assert not (result.output / "consolidated.safetensors").exists()
     assert not (result.output / "pytorch_model.bin").exists()
 
@@ -645,6 +746,18 @@ def test_another_source_of_the_same_shapes_is_not_already_converted(
     with pytest.raises(MoequantError, match=r"holds .*; choose another directory"):
         convert(other, out, format="mxfp4")
     assert snapshot(out) == before
+
+
+def test_numbers_that_json_lacks_are_named_and_stay(own_source, tmp_path):
+    """They are in released models: "time_step_limit": [0.0, Infinity]."""
+    path = own_source / "config.json"
+    config = json.loads(path.read_text()) | {"rms_norm_eps": math.nan, "limit": [0.0, math.inf]}
+    path.write_text(json.dumps(config))
+    result = convert(own_source, tmp_path / "out", format="mxfp4")
+    (warning,) = [w for w in result.plan.warnings if "JSON" in w]
+    assert warning.startswith(f"{path}: rms_norm_eps is NaN, limit[1] is Infinity, which JSON")
+    assert "NaN" in (result.output / "config.json").read_text()
+    assert verify(result.output, against=own_source, layers=0).ok
 
 
 def test_overwriting_removes_what_came_along_before(own_source, tmp_path):

@@ -313,7 +313,6 @@ def test_a_stale_quantization_config_is_said():
         ({"dtype": "float16"}, True),
         ({"text_config": {"dtype": "float16"}, "dtype": "bfloat16"}, True),
         ({"torch_dtype": "bfloat16"}, False),
-        ({"torch_dtype": 16}, False),
     ],
 )
 def test_w4a8_of_a_model_in_float16_warns_of_vllm(fields, warns):

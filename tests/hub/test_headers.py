@@ -335,8 +335,9 @@ def test_a_dense_model_is_answered_by_one_sentence(hub, command):
     (hub.folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     refused = plan(hub) if command == "plan" else hub.run("inspect", hub.id)
     assert refused.code == 4
+    where = f"{hub.id}/config.json" if command == "plan" else "config.json"
     assert refused.error == (
-        "Error: config.json: model_type 'llama', and no tensor has 'expert' in its name: this is "
+        f"Error: {where}: model_type 'llama', and no tensor has 'expert' in its name: this is "
         "a dense model, and moequant converts mixture-of-experts models only; if it has experts "
         "by other names, describe it: --architecture FILE.toml (docs/architectures.md)"
     )

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, NumericsError, UnsupportedError
 from moequant.integrations.generation import Prompts, generate
 from moequant.integrations.transformers import load_model
 
@@ -53,6 +54,34 @@ def test_the_same_seed_draws_the_same_and_leaves_the_generator_alone(model):
     assert first == again
     assert first != other
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_choose_no_token_end_it_at_that_token(model, temperature, value):
+    seen = []
+
+    def break_the_third(_module, _inputs, logits):
+        seen.append(logits)
+        return torch.where(torch.arange(96) == 7, value, logits) if len(seen) == 3 else logits
+
+    hook = model.lm_head.register_forward_hook(break_the_third)
+    try:
+        with pytest.raises(NumericsError, match=r"the logits of new token 3 have NaN or Inf"):
+            generate(model, [5, 6], max_new_tokens=8, temperature=temperature)
+    finally:
+        hook.remove()
+    assert len(seen) == 3
+
+
+def test_excluded_tokens_are_not_taken_for_a_fault(model):
+    first, *_ = generate(model, [5, 6, 7], max_new_tokens=1).ids
+    before = model.generation_config.suppress_tokens
+    model.generation_config.suppress_tokens = [first]
+    try:
+        assert generate(model, [5, 6, 7], max_new_tokens=1).ids != [first]
+    finally:
+        model.generation_config.suppress_tokens = before
 
 
 def test_an_end_ends_it(model):

@@ -7,7 +7,7 @@ import pytest
 
 from moequant.errors import CheckpointError
 from moequant.storage import documents
-from moequant.storage.documents import parse_object, read_document
+from moequant.storage.documents import non_finite_numbers, parse_object, read_document
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
@@ -55,3 +55,15 @@ def test_brackets_are_bounded_in_large_files_alone(tmp_path: Path) -> None:
     assert parse_object(b'{"a":[' + b"[]," * 1000 + b"0]}", tmp_path)
     with pytest.raises(CheckpointError, match="400002 brackets in 1200009 bytes"):
         parse_object(b'{"a":[' + b"[]," * 400_000 + b"0]}", tmp_path)
+
+
+def test_numbers_that_json_lacks_are_found_with_their_places(tmp_path: Path) -> None:
+    text = '{"eps": NaN, "rope": {"limit": [0.0, Infinity, -1e999]}, "text": "NaN", "one": 1e3}'
+    found = list(non_finite_numbers(read(tmp_path / "x", text)))
+    assert str(found) == "[('eps', nan), ('rope.limit[1]', inf), ('rope.limit[2]', -inf)]"
+
+
+def test_numbers_that_json_lacks_are_found_however_deep_they_are(tmp_path: Path) -> None:
+    text = '{"a": ' + "[" * 98 + "NaN" + "]" * 98 + "}"
+    ((place, _),) = non_finite_numbers(read(tmp_path / "x", text))
+    assert place == "a" + "[0]" * 98

@@ -103,6 +103,12 @@ HOSTILE = {
         encoded({"t": entry(), "u": entry(shape=[2], offsets=[2, 4])}),
         "tensor 'u': overlaps",
     ),
+    "overlap that leaves a gap elsewhere": (
+        encoded(
+            {"t": entry(offsets=[0, 4]), "u": entry(offsets=[8, 12]), "v": entry(offsets=[8, 12])}
+        ),
+        "tensor 'v': overlaps",
+    ),
     "empty tensor inside another": (
         encoded({"t": entry(), "u": entry(shape=[0], offsets=[2, 2])}),
         "tensor 'u': overlaps",
