@@ -34,6 +34,9 @@ __device__ __forceinline__ void barrier_arrive_in(u32 there) {
 __device__ __forceinline__ void barrier_expect_in(u32 there, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes) : "memory");
 }
+// Wait for what this thread has loaded. An arrival in another CTA, which may then overwrite that, does not: the compiler
+// orders it behind loads within this CTA only, and issues it before they have returned.
+__device__ __forceinline__ void await_loads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 // Into another CTA, whose barrier counts the bytes: a release over the cluster would cost a fence of the
 // whole device's memory.
 __device__ __forceinline__ void store_in(u32 there, int x, u32 bar) {

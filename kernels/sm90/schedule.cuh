@@ -115,6 +115,7 @@ struct Choice {
     barrier_wait(slot() + 16, turn >> 1 & 1);
     int unit;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(unit) : "r"(slot()) : "memory");
+    await_loads();
     barrier_arrive_in(address_in(slot() + 32, 0));
     ++turn;
     return unit;
@@ -181,6 +182,7 @@ __device__ __forceinline__ bool add_splits(float (&sum)[2][N / 2], Worker& at) {
       sum[i / ACC][i % ACC + 3] += x.w;
     }
   }
+  await_loads();
   __syncwarp();
   if (threadIdx.x % 32 == 0)
     for (int other = 1; other < SPLIT; ++other) barrier_arrive_in(address_in(sums_out, other));

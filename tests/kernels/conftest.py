@@ -52,8 +52,8 @@ def compiled_by(tmp_path):
 
 
 @pytest.fixture
-def compiles_well(tmp_path):
-    """compiles_well(configs): for Hopper, with all products, and without spills or waiting ones."""
+def compiled_for_hopper(tmp_path):
+    """compiled_for_hopper(config): what ptxas says of a kernel, and its machine code."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
@@ -61,22 +61,33 @@ def compiles_well(tmp_path):
     disassemble = triton / "backends" / "nvidia" / "bin" / "nvdisasm"
     source, cubin = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
 
+    def run(config):
+        source.write_text(config.source())
+        macros = [f"-D{name}={value}" for name, value in config.defines().items()]
+        command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
+        done = subprocess.run(
+            [*command, source, "-o", cubin], capture_output=True, text=True, check=False
+        )
+        log = done.stdout + done.stderr
+        assert done.returncode == 0, (config, log)
+        sass = subprocess.run(
+            [disassemble, "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        return log, sass
+
+    return run
+
+
+@pytest.fixture
+def compiles_well(compiled_for_hopper):
+    """compiles_well(configs): for Hopper, with all products, and without spills or waiting ones."""
+
     def check(configs):
         for config in configs:
-            source.write_text(config.source())
-            macros = [f"-D{name}={value}" for name, value in config.defines().items()]
-            command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
-            done = subprocess.run(
-                [*command, source, "-o", cubin], capture_output=True, text=True, check=False
-            )
-            log = done.stdout + done.stderr
-            assert done.returncode == 0, (config, log)
+            log, sass = compiled_for_hopper(config)
             assert "0 bytes spill stores, 0 bytes spill loads" in log, (config, log)
             # What ptxas says of WGMMA that it makes wait for each other.
             assert "serialized" not in log, (config, log)
-            sass = subprocess.run(
-                [disassemble, "-c", cubin], capture_output=True, text=True, check=True
-            ).stdout
             for rows in config.classes:
                 found = re.findall(rf"GMMA\.64x{rows}x(\d+)", sass)
                 # Two blocks of 128 columns; ptxas has left out those of one.
