@@ -217,9 +217,13 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
     if report["requantization_errors"]:
         out.line()
         show_requantization_errors(out, report["requantization_errors"])
+    _show_layers(out, report["layers"])
+
+
+def _show_layers(out: Output, layers: Sequence[Mapping[str, Any]]) -> None:
     _table(
         out,
-        report["layers"],
+        layers,
         {
             ">layer": "{0[layer]}",
             "format": "{0[format]}",
@@ -229,7 +233,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
             ">runtime / bound": "{0[runtime_error]:.2g}",
         },
     )
-    for layer in report["layers"]:
+    for layer in layers:
         if layer["activations_not_measured"] is not None:
             out.line(
                 f"Layer {layer['layer']} with its activations ({layer['activations']}): not "
@@ -237,7 +241,7 @@ def _show(out: Output, report: Mapping[str, Any]) -> None:
             )
     _table(
         out,
-        [layer for layer in report["layers"] if layer["backend_error"] is not None],
+        [layer for layer in layers if layer["backend_error"] is not None],
         {
             ">layer": "{0[layer]}",
             "backend": "{0[backend]}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +14,10 @@ from moequant.conversion.arguments import (
     choose_recipe,
     choose_scales,
 )
-from moequant.conversion.engine_dialect import plan_for_engine
 from moequant.conversion.gptq_units import warnings_of_gpu
 from moequant.conversion.journal import Journal
-from moequant.conversion.keep_sensitive import parse_kept, sensitive_layers
+from moequant.conversion.keep_sensitive import parse_kept
 from moequant.conversion.output_directory import check_apart, free_bytes
-from moequant.conversion.plan import Plan, plan_checkpoint
 from moequant.conversion.plan_warnings import warnings_of_config
 from moequant.conversion.planned_conversion import (
     ConversionResult,
@@ -29,10 +25,11 @@ from moequant.conversion.planned_conversion import (
     convert_planned,
     refusal_of_output,
 )
+from moequant.conversion.planner import Planner, without_collector
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.source_identity import source_digests
 from moequant.cores import available_cores
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import MoequantError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
@@ -49,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from moequant.conversion.plan import Plan
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.sensitivity import LayerCost
     from moequant.progress import Progress
@@ -153,52 +151,25 @@ def convert(
     # A cluster's machines open a directory, and statistics are compared with all weights first.
     streams = executor == LOCAL and measured is None
     path = None if dry_run or streams else locate(source, revision)
-    with _without_collector():
+    with without_collector():
         checkpoint = open_headers(source, revision) if path is None else Checkpoint.open(path)
-        if not dry_run:  # which reports it with the plan
-            check_apart(checkpoint, target)
-        own = described_architectures(checkpoint.path, architecture)
-        plan = plan_checkpoint(
-            checkpoint, chosen, own, measured, scales, unused_statistics=sensitive is not None
-        )
+    if not dry_run:  # which reports it with the plan
+        check_apart(checkpoint, target)
+    own = described_architectures(checkpoint.path, architecture)
+    planner = Planner(checkpoint=checkpoint, own=own, input_scales=scales)
+    plan = planner.plan(chosen, measured, unused_statistics=sensitive is not None)
     if measured is not None and checkpoint.is_local:
         measured.check_measured_on(source_digests(checkpoint, ()))
     kept: tuple[LayerCost, ...] = ()
     if sensitive is not None:
-        if (refusal := _refusal_of_plan(plan)) is not None:
-            raise refusal
-        kept = sensitive_layers(checkpoint, plan, sensitive, workers=workers, progress=progress)
-        chosen = chosen.keeping(one.layer for one in kept)
-        with _without_collector():
-            plan = plan_checkpoint(
-                checkpoint, chosen, own, measured, scales, unused_statistics=True
-            )
-            if not plan.needs_statistics:
-                # They chose the layers, which the recipe names now, and decide nothing else.
-                measured = None
-                plan = plan_checkpoint(checkpoint, chosen, own, measured, scales)
+        plan, kept = planner.keeping_sensitive(plan, sensitive, workers=workers, progress=progress)
     if engine is not None:
-        with _without_collector():
-            plan = plan_for_engine(
-                plan,
-                engine,
-                lambda recipe: plan_checkpoint(checkpoint, recipe, own, measured, scales),
-            )
-    plan = replace(plan, warnings=(*plan.warnings, *_warnings_of_files(checkpoint)))
-    if device != CPU:
-        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_gpu(plan.units, device)))
-    if measured is not None and not checkpoint.is_local:
-        plan = replace(plan, warnings=(*plan.warnings, _statistics_not_compared(measured)))
-    # Now, so that a file that cannot be copied is found before anything is written.
-    sidecars = copied_sidecars(checkpoint)
-    if not dry_run and isinstance(checkpoint.folder, HubFolder):
-        checkpoint.folder.fetch(sidecars)
-    for file in sidecars:
-        checkpoint.folder.open(str(file)).read(0, 0)
+        plan = planner.for_engine(plan, engine)
+    plan = replace(plan, warnings=(*plan.warnings, *_warnings(checkpoint, plan, device)))
     work = PlannedConversion(
         checkpoint=checkpoint,
         plan=plan,
-        sidecars=sidecars,
+        sidecars=_readable_sidecars(checkpoint, fetch=not dry_run),
         provenance=_provenance(source, checkpoint, revision),
         journal=Journal(target),
         overwrite=overwrite,
@@ -211,43 +182,57 @@ def convert(
     if on_plan is not None:
         on_plan(plan)
     if dry_run:
-        error = refusal_of_output(work)
-        return ConversionResult(
-            output=target,
-            plan=plan,
-            state="planned",
-            kept=kept,
-            refusals=plan.refusals if error is None else (*plan.refusals, str(error)),
-            error=_refusal_of_plan(plan) or error,
-            download=download_of(checkpoint),
-            free_bytes=free_bytes(target),
-            quantizer=None
-            if executor != LOCAL
-            else choose_quantizer([] if plan.refusals else plan.jobs()),
-        )
-    if (refusal := _refusal_of_plan(plan)) is not None:
-        raise refusal
+        return _planned_only(work, target, kept)
+    plan.check_accepted()
     with explained(target, "written"):
         return replace(convert_planned(work, workers, progress or SilentProgress()), kept=kept)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable Python's garbage collector: a plan creates many objects but no garbage.
+def _readable_sidecars(checkpoint: Checkpoint, *, fetch: bool) -> list[Path]:
+    """The files beside the weights that are copied; read now, before anything is written."""
+    sidecars = copied_sidecars(checkpoint)
+    if fetch and isinstance(checkpoint.folder, HubFolder):
+        checkpoint.folder.fetch(sidecars)
+    for file in sidecars:
+        checkpoint.folder.open(str(file)).read(0, 0)
+    return sidecars
 
-    The collector takes a tenth of the time of a small plan, and 40 % with 50 000 tensors.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+
+def _planned_only(
+    work: PlannedConversion, target: Path, kept: tuple[LayerCost, ...]
+) -> ConversionResult:
+    """What a dry run returns."""
+    plan, error = work.plan, refusal_of_output(work)
+    quantizer = None
+    if work.executor == LOCAL:
+        quantizer = choose_quantizer([] if plan.refusals else plan.jobs())
+    return ConversionResult(
+        output=target,
+        plan=plan,
+        state="planned",
+        kept=kept,
+        refusals=plan.refusals if error is None else (*plan.refusals, str(error)),
+        error=plan.refusal or error,
+        download=download_of(work.checkpoint),
+        free_bytes=free_bytes(target),
+        quantizer=quantizer,
+    )
+
+
+def _warnings(checkpoint: Checkpoint, plan: Plan, device: str) -> Iterator[str]:
+    """Those beside the plan's own."""
+    yield from warnings_of_config(checkpoint.config, checkpoint.folder.shown / CONFIG_FILE)
+    yield from _warnings_of_files(checkpoint)
+    if device != CPU:
+        yield from warnings_of_gpu(plan.units, device)
+    if plan.statistics is not None and not checkpoint.is_local:
+        yield (
+            f"{plan.statistics.path}: whether it was measured on these weights is not checked, "
+            "because that reads them; the conversion checks it"
+        )
 
 
 def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from warnings_of_config(checkpoint.config, checkpoint.folder.shown / CONFIG_FILE)
     left_out = checkpoint.left_out()
     adapters = ", ".join(str(file) for file in left_out if is_adapter(file))
     besides = [f for f in left_out if not is_adapter(f) and ".safetensors" in f.name.lower()]
@@ -263,17 +248,6 @@ def _warnings_of_files(checkpoint: Checkpoint) -> Iterator[str]:
             f"not applied and not copied, because they are an adapter: {adapters}. If the model "
             "needs it, merge it into the weights first (merge_and_unload of peft)"
         )
-
-
-def _statistics_not_compared(statistics: Statistics) -> str:
-    return (
-        f"{statistics.path}: whether it was measured on these weights is not checked, because that "
-        "reads them; the conversion checks it"
-    )
-
-
-def _refusal_of_plan(plan: Plan) -> UnsupportedError | None:
-    return UnsupportedError("\n".join(plan.refusals)) if plan.refusals else None
 
 
 def _provenance(source: str | Path, checkpoint: Checkpoint, revision: str | None) -> dict[str, Any]:

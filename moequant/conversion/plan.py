@@ -32,7 +32,7 @@ from moequant.conversion.stack import stack_of
 from moequant.conversion.units import Copy, Unit, quantizer_jobs
 from moequant.conversion.weighted_search import check_used, needs_statistics
 from moequant.dialects import UNQUANTIZED
-from moequant.errors import RecipeError
+from moequant.errors import RecipeError, UnsupportedError
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.source_model import read_source, source_config
 
@@ -107,6 +107,20 @@ class Plan:
     def needs_statistics(self) -> bool:
         """Whether the bytes of the output depend on the statistics."""
         return any(map(needs_statistics, self.units))
+
+    @property
+    def refusal(self) -> UnsupportedError | None:
+        """The refusals as an error; None if there are none."""
+        return UnsupportedError("\n".join(self.refusals)) if self.refusals else None
+
+    def check_accepted(self) -> None:
+        """Raise the refusals, if there are any.
+
+        Raises:
+            UnsupportedError: the source cannot be converted.
+        """
+        if (refusal := self.refusal) is not None:
+            raise refusal
 
     def jobs(self) -> list[Job]:
         """The distinct jobs for a quantizer; for a plan without refusals."""

@@ -26,6 +26,7 @@ from moequant.runtime import FusedExperts
 from moequant.runtime.layer_reader import LayerReader
 from moequant.verification.decode import decode
 from moequant.verification.layer_activations import fit, read_activations
+from moequant.verification.layer_batch import TOKENS, make_batch
 from moequant.verification.reference import activation, evaluate_layer
 from moequant.verification.report import LayerCheck
 from moequant.verification.serving import most_error
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.act_fn import ActFn
     from moequant.conversion import Unit
-    from moequant.models import MoeConfig, TensorRole
+    from moequant.models import TensorRole
     from moequant.verification.expectation import Verification
     from moequant.verification.findings import Findings
+    from moequant.verification.layer_activations import LayerActivations
+    from moequant.verification.layer_batch import Batch
     from moequant.verification.serving import Serving
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -49,31 +53,9 @@ if TYPE_CHECKING:
     """Output, its bound, and the largest magnitude of the inputs of down."""
 
 DEFAULT_LAYERS = 3
-TOKENS = 16
-MOST_EXPERTS = 8
 REFERENCE = "torch_reference"
 """The backend that is compared with the independent evaluation."""
 MOST_RELATIVE_ERROR = 2.0**-13
-_SEED = 20251120
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """The input of a layer.
-
-    Attributes:
-        experts: ids of the experts used, ascending.
-        hidden: [M, H] float32, N(0, 1).
-        topk_ids: [M, T] int64, ids out of `experts`.
-        topk_weights: [M, T] float32, positive, of sum 1.
-        expert_map: [E] int64, the position of each id in `experts`, or -1.
-    """
-
-    experts: list[int]
-    hidden: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    expert_map: Tensor
 
 
 def converted_layers(units: Iterable[Unit], roles: Mapping[str, TensorRole]) -> dict[int, str]:
@@ -114,7 +96,7 @@ def check_layers(
         UnsupportedError: no backend runs a layer where it is served.
     """
     moe, layers = converted.moe, list(layers)
-    batch = _make_batch(moe)
+    batch = make_batch(moe)
     expert_bytes = len(moe.projections) * moe.hidden * moe.intermediate * len(batch.experts)
     run.progress.start("layers", expert_bytes * len(layers))
     reader = LayerReader(converted, torch.device("cpu"))
@@ -135,11 +117,6 @@ def check_layers(
     checks = [run.pool.submit(check, layer).result() for layer in layers]
     run.progress.finish()
     return tuple(found for found in checks if found is not None)
-
-
-def experts_run(moe: MoeConfig) -> int:
-    """The number of experts of a layer that run."""
-    return min(MOST_EXPERTS, moe.experts)
 
 
 def _judge(check: LayerCheck, findings: Findings) -> None:
@@ -170,54 +147,27 @@ def _judge(check: LayerCheck, findings: Findings) -> None:
         )
 
 
-def _make_batch(moe: MoeConfig) -> _Batch:
-    generator = torch.Generator().manual_seed(_SEED)
-    count = experts_run(moe)
-    experts = torch.randperm(moe.experts, generator=generator)[:count].sort().values
-    score = torch.rand(TOKENS, count, generator=generator)
-    # Every expert is the first choice of at least one token.
-    score[torch.arange(TOKENS), torch.arange(TOKENS) % count] += 1
-    weight, slot = score.topk(min(moe.top_k, count))
-    expert_map = torch.full((moe.experts,), -1, dtype=torch.int64)
-    expert_map[experts] = torch.arange(count)
-    return _Batch(
-        experts=experts.tolist(),
-        hidden=torch.randn(TOKENS, moe.hidden, generator=generator),
-        topk_ids=experts[slot],
-        topk_weights=weight / weight.sum(1, keepdim=True),
-        expert_map=expert_map,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """Evaluates a layer in float64, with weights of either checkpoint and biases of the source's.
 
+    Attributes:
+        batch: its input, but for the hidden states.
+        act_fn: the activation function.
+        biases: by projection and expert; None if the layer has none.
+    """
 
-def _measure(
-    run: Verification,
-    converted: ConvertedCheckpoint,
-    layer: int,
-    batch: _Batch,
-    experts: FusedExperts,
-    serving: Serving | None,
-) -> LayerCheck:
-    local = {expert: i for i, expert in enumerate(batch.experts)}
-    projections = experts.weights.projections()
+    batch: Batch
+    act_fn: ActFn
+    biases: Mapping[str, Tensor] | None
 
-    # Biases are the source's in both checkpoints.
-    biases = converted.read_biases(layer)
-    act_fn = converted.moe.act_fn_of(layer)
-
-    def quantized(projection: str, expert: int) -> Tensor:
-        return decode(projections[projection][local[expert]])
-
-    def original(projection: str, expert: int) -> Tensor:
-        name = converted.architecture.expert_tensor(layer, expert, projection)
-        info = run.expected.original.weights[name]
-        return read_weights(run.source, [info])[0].double()
-
-    def evaluate(weight: Callable[[str, int], Tensor], hidden: Tensor) -> _Evaluated:
-        reach = [0.0]
+    def __call__(self, weight: Callable[[str, int], Tensor], hidden: Tensor) -> _Evaluated:
+        """With `weight` of a projection and an expert's id, and hidden states [M, H]."""
+        act_fn, biases, reach = self.act_fn, self.biases, [0.0]
         output, bound = evaluate_layer(
             hidden,
-            batch.topk_ids,
-            batch.topk_weights,
+            self.batch.topk_ids,
+            self.batch.topk_weights,
             weight,
             gated=act_fn.gated,
             bias=None if biases is None else lambda p, e: biases[p][e].double(),
@@ -228,28 +178,42 @@ def _measure(
         )
         return output, bound, max(reach)
 
+
+def _measure(
+    run: Verification,
+    converted: ConvertedCheckpoint,
+    layer: int,
+    batch: Batch,
+    experts: FusedExperts,
+    serving: Serving | None,
+) -> LayerCheck:
+    local = {expert: i for i, expert in enumerate(batch.experts)}
+    projections = experts.weights.projections()
+
+    def quantized(projection: str, expert: int) -> Tensor:
+        return decode(projections[projection][local[expert]])
+
+    def original(projection: str, expert: int) -> Tensor:
+        name = converted.architecture.expert_tensor(layer, expert, projection)
+        info = run.expected.original.weights[name]
+        return read_weights(run.source, [info])[0].double()
+
+    evaluate = _Evaluation(
+        batch=batch,
+        act_fn=converted.moe.act_fn_of(layer),
+        biases=converted.read_biases(layer),
+    )
     activations = read_activations(converted, layer, experts, batch.experts)
     fitted = fit(batch.hidden, activations, partial(evaluate, quantized))
     reference, bound, hidden = fitted.reference, fitted.bound, fitted.hidden
     wanted, wanted_bound, _ = evaluate(original, hidden)
     routing = batch.topk_weights, batch.topk_ids
     plain = experts(hidden, *routing, activations="none").double()
-    own, choice = activations.experts, activations.choice
-    quantized_error, served_by, served_error = None, REFERENCE, None
-    if own is not None and fitted.not_measured is None:
-        with_activations = own(hidden, *routing, activations=choice).double()
-        quantized_error = _relative(with_activations, wanted, wanted_bound)
-    if own is not None and serving is not None:
-        served_by, served = serving.run(
-            own.weights,
-            hidden.bfloat16(),
-            *routing,
-            activations=choice,
-            expert_map=batch.expert_map,
-        )
-        exact = hidden.bfloat16().float()
-        expected = own(exact, *routing, activations=choice).double()
-        served_error = _relative(served, expected, bound)
+    quantized_error = None
+    if activations.experts is not None and fitted.not_measured is None:
+        own = activations.experts(hidden, *routing, activations=activations.choice)
+        quantized_error = _relative(own.double(), wanted, wanted_bound)
+    served_by, served_error = _serve(serving, activations, batch, hidden, bound)
     return LayerCheck(
         layer=layer,
         format=experts.weights.format,
@@ -266,6 +230,30 @@ def _measure(
         device="cpu" if serving is None else str(serving.device),
         backend_error=served_error,
     )
+
+
+def _serve(
+    serving: Serving | None,
+    activations: LayerActivations,
+    batch: Batch,
+    hidden: Tensor,
+    bound: Tensor,
+) -> tuple[str, float | None]:
+    """The backend that serves a layer, and how far it is off from the CPU reference, if it ran."""
+    own = activations.experts
+    if own is None or serving is None:
+        return REFERENCE, None
+    routing = batch.topk_weights, batch.topk_ids
+    name, served = serving.run(
+        own.weights,
+        hidden.bfloat16(),
+        *routing,
+        activations=activations.choice,
+        expert_map=batch.expert_map,
+    )
+    exact = hidden.bfloat16().float()
+    expected = own(exact, *routing, activations=activations.choice).double()
+    return name, _relative(served, expected, bound)
 
 
 def _beyond(found: Tensor, wanted: Tensor, bound: Tensor) -> float:

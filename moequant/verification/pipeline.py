@@ -22,12 +22,12 @@ from moequant.storage.files import RECORD_FILE
 from moequant.storage.locate import locate
 from moequant.verification.expectation import Verification, expect_by_config, expect_by_record
 from moequant.verification.findings import Findings
+from moequant.verification.layer_batch import experts_run
 from moequant.verification.layers import (
     DEFAULT_LAYERS,
     check_layers,
     choose_layers,
     converted_layers,
-    experts_run,
 )
 from moequant.verification.prepared import check_prepared
 from moequant.verification.reference import FUNCTIONS
@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from moequant.models import Architecture, Model
     from moequant.progress import Progress
     from moequant.verification.layers import Layers
     from moequant.verification.serving import Serving
+    from moequant.verification.stored import StoredCheckpoint
 
 
 def verify(
@@ -96,10 +98,7 @@ def verify(
         MoequantError: `layers` or `workers` is not as above; a device or backend for no layer; or
             the source is `converted` itself.
     """
-    if workers < 1:
-        raise MoequantError(f"workers = {workers}, but must be at least 1")
-    if layers != "all" and not (isinstance(layers, int) and layers >= 0):
-        raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
+    _check_arguments(layers, workers)
     serving = serving_on(device, backend, runs_layers=layers != 0)
     given = () if architecture is None else read_architectures(architecture)
     measured = None if statistics is None else Statistics.load(statistics)
@@ -115,21 +114,11 @@ def verify(
     record_sha256, manifests = digests_of(path)
     stored = read_stored(path, findings)
     check_recorded_statistics(stored.record or {}, measured, path, scales)
-    try:
-        definition = (stored.record or {}).get("architecture_definition")
-        own = given or recorded_architectures(definition, RECORD_FILE)
-    except ArchitectureError as error:
-        findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
-        own = ()
+    own = given or _recorded_architectures(stored, findings)
     with source.naming_config():
         original = read_source(source.tensors, source_config(source), own)
-    model = original.model
-    functions = {model.moe.act_fn_of(layer).name for layer in model.layers}
-    if layers != 0 and (unknown := functions - {*FUNCTIONS}):
-        raise UnsupportedError(
-            f"{source.path}/config.json: activation function {min(unknown)!r}, but layers are "
-            f"evaluated with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
-        )
+    if layers != 0:
+        _check_functions(source, original.model)
     check_sidecars(source, path, findings, by_moequant=stored.has_record)
     expected = None
     if stored.record is not None:
@@ -141,8 +130,8 @@ def verify(
     report = Report(
         converted=str(converted),
         source=str(against),
-        architecture=model.architecture.name,
-        architecture_by=model.architecture.origin,
+        architecture=original.model.architecture.name,
+        architecture_by=original.model.architecture.origin,
         record_sha256=record_sha256,
         manifests_sha256=manifests,
         counts={
@@ -166,6 +155,35 @@ def verify(
             )
             report = _compare(run, report, layers, serving)
     return replace(report, problems=tuple(findings.problems), problem_count=findings.count)
+
+
+def _check_arguments(layers: Layers, workers: int) -> None:
+    if workers < 1:
+        raise MoequantError(f"workers = {workers}, but must be at least 1")
+    if layers != "all" and not (isinstance(layers, int) and layers >= 0):
+        raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
+
+
+def _recorded_architectures(
+    stored: StoredCheckpoint, findings: Findings
+) -> tuple[Architecture, ...]:
+    """The architecture that moequant.json describes; a problem if it cannot be read."""
+    definition = (stored.record or {}).get("architecture_definition")
+    try:
+        return recorded_architectures(definition, RECORD_FILE)
+    except ArchitectureError as error:
+        findings.add("record", RECORD_FILE, str(error).removeprefix(f"{RECORD_FILE}: "))
+        return ()
+
+
+def _check_functions(source: Checkpoint, model: Model) -> None:
+    """Refuse activation functions that layers are not evaluated with."""
+    functions = {model.moe.act_fn_of(layer).name for layer in model.layers}
+    if unknown := functions - {*FUNCTIONS}:
+        raise UnsupportedError(
+            f"{source.path}/config.json: activation function {min(unknown)!r}, but layers are "
+            f"evaluated with {', '.join(FUNCTIONS)}; verify with layers = 0 to run none"
+        )
 
 
 def _compare(run: Verification, report: Report, layers: Layers, serving: Serving | None) -> Report:

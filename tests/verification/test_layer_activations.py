@@ -16,7 +16,8 @@ from moequant.runtime import load_experts
 from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify
 from moequant.verification.layer_activations import LayerActivations, fit
-from moequant.verification.layers import _make_batch, _relative
+from moequant.verification.layer_batch import make_batch
+from moequant.verification.layers import _relative
 from moequant.verification.reference import evaluate_layer
 from moequant.weights.converted import ConvertedCheckpoint
 
@@ -54,7 +55,7 @@ def test_the_error_is_that_of_what_load_experts_computes(source, tmp_path, forma
     out = convert(source, tmp_path / "out", format=format, activation_scales=scale).output
     found = measured(out, source)
     assert (found.activations, found.input_std) == (SCHEMES[format], 1.0)
-    batch = _make_batch(ConvertedCheckpoint.open(out, quantized_activations=True).moe)
+    batch = make_batch(ConvertedCheckpoint.open(out, quantized_activations=True).moe)
     plain = Checkpoint.open(source)
     wanted, bound = evaluate_layer(
         batch.hidden,
@@ -70,7 +71,7 @@ def test_the_error_is_that_of_what_load_experts_computes(source, tmp_path, forma
 def test_the_largest_scale_of_a_layer_counts_though_its_expert_does_not_run(source, tmp_path):
     out = convert(source, tmp_path / "out", format="fp8_tensor", activation_scales=0.01).output
     before = measured(out, source)
-    ran = _make_batch(ConvertedCheckpoint.open(out, quantized_activations=True).moe).experts
+    ran = make_batch(ConvertedCheckpoint.open(out, quantized_activations=True).moe).experts
     other = next(e for e in range(EXPERTS) if e not in ran)
     change(out, {f"{AT}.{other}.down_proj.input_scale": 1e4})
     after = measured(out, source)
