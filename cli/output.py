@@ -17,6 +17,7 @@ from moequant.cli.tables import table_lines
 from moequant.progress import SilentProgress
 from moequant.units import NEVER_RUN as NEVER_RUN
 from moequant.units import count as count
+from moequant.units import first_of
 from moequant.units import ranges as ranges
 from moequant.units import size as size
 
@@ -245,12 +246,10 @@ _NAMES_SHOWN = 3
 def warnings_of_numbers(not_finite: Sequence[str]) -> Iterator[str]:
     """A warning about the copied tensors that hold NaN or Inf; none without such tensors."""
     if not_finite:
-        left = len(not_finite) - _NAMES_SHOWN
-        more = f" and {left} more" if left > 0 else ""
         yield (
             f"{count(len(not_finite), 'copied tensor')} with NaN or Inf, as in the source: "
-            f"{', '.join(not_finite[:_NAMES_SHOWN])}{more}. Where the model uses them, it computes "
-            "NaN: correct the source or fetch it again, and convert again with --overwrite"
+            f"{first_of(not_finite, _NAMES_SHOWN)}. Unless it is a mask, the model may "
+            "compute NaN: correct the source or fetch it again, and convert again with --overwrite"
         )
 
 

@@ -1,11 +1,11 @@
-"""Sizes, counts and ranges of numbers as text, and the mark of kernels that no GPU has run."""
+"""Sizes, counts, lists and ranges as text, and the mark of kernels that no GPU has run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 NEVER_RUN = "compiled, never run"
 """What is said wherever a backend is named whose kernels no GPU has run."""
@@ -24,6 +24,12 @@ def size(size_bytes: int) -> str:
 def count(number: int, noun: str) -> str:
     """A number of things as text: 1 shard, 2 shards."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_of(texts: Sequence[str], most: int) -> str:
+    """The first texts of many: a, b and 7 more."""
+    left = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -149,7 +149,9 @@ def dtype_in(config: Mapping[str, Any]) -> str | None:
     """
     # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
     named = [(key, s.get(key)) for s in _sections(config) for key in ("dtype", "torch_dtype")]
-    for key, dtype in named:
+    for key, stated in named:
+        # One for each part of the model, where they differ; that of its top is called "".
+        dtype = stated.get("text_config", stated.get("")) if isinstance(stated, dict) else stated
         if isinstance(dtype, str):
             return dtype
         if dtype is not None:
@@ -178,7 +180,14 @@ def vocabulary_in(config: Mapping[str, Any]) -> int | None:
 
 
 def positions_in(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the language model is made for by config.json; None if not there."""
+    """Tokens that the language model is made for by config.json; None if it does not say.
+
+    Scaled rotary embeddings reach farther, each kind by a rule of its own.
+    """
+    for section in _sections(config):
+        rope = section.get("rope_scaling") or section.get("rope_parameters")
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) != "default":
+            return None
     return _number_in(config, "max_position_embeddings")
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.tables import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+_TASK = (
+    "(forcausallm|forconditionalgeneration|lmheadmodel|chatmodel|fortextencoding|embeddingmodel"
+    "|for(sequence|token)classification|classificationmodel|forquestionanswering"
+    "|forrewardmodeling|rewardmodel|model)$"
+)
+"""Ends of the names of classes of one model, as vLLM 0.33.0 (config/model.py:
+_SUFFIX_TO_DEFAULTS) and transformers have them, in lower case."""
 
 
 def classes_in(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -21,12 +30,24 @@ def classes_of(model_type: str) -> tuple[str, ...]:
     return tuple(read_table("classes.toml").get(model_type, ()))
 
 
-def are_others(stated: Iterable[str], known: Iterable[str]) -> bool:
-    """Whether none of the stated classes is known; False where none is stated, or none is known."""
-    found, wanted = _plain(stated), _plain(known)
+def name_another_model(stated: Iterable[str], known: Iterable[str]) -> bool:
+    """Whether no stated class is of the model; False where none is stated, or none is known."""
+    found, wanted = ({*map(_model_of, names)} for names in (stated, known))
     return bool(found and wanted) and found.isdisjoint(wanted)
 
 
-def _plain(names: Iterable[str]) -> set[str]:
-    """Names without what engines and transformers spell differently."""
-    return {name.replace("_", "").lower() for name in names}
+def name_another_task(stated: Iterable[str], known: Iterable[str]) -> bool:
+    """Whether the stated classes are of the model, but none of them generates text."""
+    stated, known = [*stated], [*known]
+    alike = {*map(_normalized, stated)}.isdisjoint(map(_normalized, known))
+    return bool(stated and known) and alike and not name_another_model(stated, known)
+
+
+def _model_of(name: str) -> str:
+    """A class's name without its task, such as qwen3moe."""
+    return re.sub(_TASK, "", _normalized(name))
+
+
+def _normalized(name: str) -> str:
+    """A name without what engines and transformers spell differently."""
+    return name.replace("_", "").lower()

@@ -26,7 +26,7 @@ class ScaleValues:
     Attributes:
         bad: how many of its numbers are NaN, or else infinite, in words; empty if none is.
         is_zero: whether all of it was read and is zero.
-        largest: the largest magnitude; NaN if a number is.
+        largest: the largest magnitude; 0 if there are bad numbers.
     """
 
     bad: str = ""

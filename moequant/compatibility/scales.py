@@ -121,7 +121,7 @@ def scale_defects(
 def stacked_scale_defects(
     checkpoint: Checkpoint, source: SourceModel, layers: Collection[int] | None
 ) -> Iterator[Defect]:
-    """The defects that scales show in which the experts of a layer lie stacked.
+    """The defects that scales show, of checkpoints in which a layer's experts lie stacked.
 
     Args:
         checkpoint: the checkpoint.
@@ -143,19 +143,20 @@ def stacked_scale_defects(
         return values_of_scale(values, whole=values.shape == info.shape)
 
     seen = look_at(checkpoint, [checkpoint.tensors[name] for name in format_of], look)
-    wrong = [(name, seen[name].bad) for name in format_of]
+    bad = [(name, seen[name].bad) for name in format_of]
     large = [(name, overflow(format, seen[name].largest)) for name, format in format_of.items()]
-    yield from _wrong("bad-weight-scales", wrong)
-    yield from _wrong("large-weight-scales", large)
+    yield from _wrong("bad-weight-scales", ((name, detail) for name, detail in bad if detail))
+    yield from _wrong("large-weight-scales", ((name, detail) for name, detail in large if detail))
 
 
 def _wrong(
     id: str, found: Iterable[tuple[str, str]], engines: frozenset[str] = frozenset()
 ) -> Iterator[Defect]:
-    names = [(name, detail) for name, detail in found if detail]
-    if names:
-        all_names = tuple(name for name, _ in names)
-        yield Defect(id=id, names=all_names, detail=names[0][1], engines=engines)
+    """A defect of names, with the detail of the first; none without names."""
+    wrong = [*found]
+    if wrong:
+        names = tuple(name for name, _ in wrong)
+        yield Defect(id=id, names=names, detail=wrong[0][1], engines=engines)
 
 
 def _of_weights(id: str, found: Sequence[tuple[_Read, str]]) -> Iterator[Defect]:
@@ -167,9 +168,7 @@ def _of_weights(id: str, found: Sequence[tuple[_Read, str]]) -> Iterator[Defect]
         serving = frozenset(engine.name for engine in SERVING.values())
         groups = {serving: found, frozenset({ENGINES[OWN].name}): experts}
     for engines, own in groups.items():
-        if own:
-            names = tuple(read.module.name for read, _ in own)
-            yield Defect(id=id, names=names, detail=own[0][1], engines=engines)
+        yield from _wrong(id, [(read.module.name, detail) for read, detail in own], engines)
 
 
 def _unequal(read: Sequence[_Read]) -> Iterator[Defect]:

@@ -31,7 +31,7 @@ from moequant.storage.disk import (
     replace_file,
     sha256_of,
 )
-from moequant.storage.documents import read_document
+from moequant.storage.documents import REMEDY, read_document
 from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
@@ -76,10 +76,12 @@ class Journal:
         Raises:
             MoequantError: it cannot be read, or is not as `begin` wrote it.
         """
+        file = FixedFile.at(self._plan)
         try:
-            recorded = read_document(FixedFile.at(self._plan))
+            recorded = read_document(file)
         except CheckpointError as error:
-            raise self.damaged(str(error).removeprefix(f"{self._plan}: ")) from error
+            why = str(error).removeprefix(f"{self._plan}: ").removesuffix(f"; {REMEDY}")
+            raise self.damaged(why) from error
         for key, kind in _KINDS.items():
             if not isinstance(recorded.get(key), kind):
                 found = show(recorded[key]) if key in recorded else "not there"

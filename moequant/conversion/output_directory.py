@@ -17,6 +17,7 @@ from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.storage.folder import is_inner_name, read_by_engines
 from moequant.storage.reader import FixedFile
+from moequant.units import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -67,7 +68,7 @@ def is_work_left(
         begun_with = _formats_of(begun).removesuffix(",")
         raise MoequantError(
             f"{output}: holds an unfinished conversion{begun_with}, "
-            f"{_difference_of(journal, begun, settings, state())}, interrupted or still running; "
+            f"{_difference_of(journal, begun, settings, state)}, interrupted or still running; "
             "repeat its command to finish it or, if that ended with an error about a weight, "
             "replace it with --overwrite"
         )
@@ -79,7 +80,8 @@ def is_work_left(
         if not record:
             raise MoequantError(
                 f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
-                f"or replace its {CONFIG_FILE} and *.safetensors with --overwrite"
+                "or move away what is no part of a checkpoint, and replace the rest with "
+                "--overwrite"
             )
         other = differing_settings(record, settings)
         holds = f"with other settings ({other})" if other else "of another source"
@@ -95,7 +97,7 @@ def _difference_of(
     journal: Journal,
     begun: Mapping[str, Any],
     settings: Mapping[str, Any],
-    state: Mapping[str, Any],
+    state: Callable[[], Mapping[str, Any]],
 ) -> str:
     """In what an unfinished conversion of another plan differs, in words.
 
@@ -104,11 +106,13 @@ def _difference_of(
     """
     if other := differing_settings(begun, settings):
         return f"with other settings ({other})"
-    before = begun["source_state"]
-    changed = [file for file in {**state, **before} if state.get(file) != before.get(file)]
+    before, now = begun["source_state"], state()
+    changed = [file for file in {**now, **before} if now.get(file) != before.get(file)]
     if changed:
         return f"of another source (it differs in {changed[0]})"
-    raise journal.damaged("its plan_sha256 is not that of its settings and source")
+    raise journal.damaged(
+        "its plan_sha256 is not that of its settings and source, unless another moequant wrote it"
+    )
 
 
 def _formats_of(document: Mapping[str, Any]) -> str:
@@ -159,11 +163,10 @@ def check_nothing_stays(output: Path, sidecars: Iterable[str]) -> None:
     known = {*replaced_files(output), *sidecars}
     staying = [name for name in map(str, read_by_engines(output)) if name not in known]
     if staying:
-        more = len(staying) - _NAMES_SHOWN
         raise MoequantError(
-            f"{output}: holds {', '.join(staying[:_NAMES_SHOWN])}{f' and {more} more' * (more > 0)}"
-            ", which this conversion does not replace and engines may read with its weights; move "
-            "them away, or choose another output"
+            f"{output}: holds {first_of(staying, _NAMES_SHOWN)}, which no conversion wrote and "
+            "this one does not replace; only notes, pictures and hidden files may stay beside its "
+            "weights, because engines may read others: move them away, or choose another output"
         )
 
 

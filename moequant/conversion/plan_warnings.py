@@ -10,6 +10,7 @@ from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
 from moequant.storage.documents import non_finite_numbers
+from moequant.units import first_of
 from moequant.weights.source_model import quantization_config_of
 
 if TYPE_CHECKING:
@@ -111,9 +112,8 @@ def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """
     found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(config)]
     if found:
-        more = f" and {len(found) - _PLACES_SHOWN} more" if found[_PLACES_SHOWN:] else ""
         yield (
-            f"{path}: {', '.join(found[:_PLACES_SHOWN])}{more}, which JSON does not have; Python "
+            f"{path}: {first_of(found, _PLACES_SHOWN)}, which JSON does not have; Python "
             "reads it, but other readers refuse the file. The output's is the same: correct the "
             "source's, unless the model was released so"
         )

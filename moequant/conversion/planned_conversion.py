@@ -72,7 +72,8 @@ class ConversionResult:
         shares: the shards by quantizer, including those of earlier runs and other machines.
         requantization_errors: for a quantized source, the errors by kind of weight.
         gptq_errors: for weights rounded by GPTQ, the errors of outputs by kind of weight.
-        not_finite: the copied tensors that hold NaN or Inf, each with the first one, in words.
+        not_finite: the copied tensors that hold NaN or Inf, each with the first one, in words, if
+            the state is "converted".
     """
 
     output: Path

@@ -109,7 +109,7 @@ def _without_leftovers(journal: Journal, shards: Sequence[PlannedShard]) -> Iter
         raise
 
 
-class _Errors(NamedTuple):
+class _Found(NamedTuple):
     """What is found in items: errors by kind of weight, and copied tensors with NaN or Inf."""
 
     requantization: Sequence[RequantizationError] = ()
@@ -122,7 +122,7 @@ class _Filling(NamedTuple):
 
     writer: ShardWriter
     left: Batches
-    errors: dict[int, _Errors]
+    errors: dict[int, _Found]
     """By number of the item."""
     finishing: Sequence[Future[FinishedShard]]
 
@@ -165,7 +165,7 @@ class _Run(threading.local):
         pool: ThreadPoolExecutor,
         workers: int,
         finishing: Sequence[Future[FinishedShard]],
-    ) -> tuple[ShardWriter, _Errors]:
+    ) -> tuple[ShardWriter, _Found]:
         """Write the data of a shard, while shards before it are `finishing`.
 
         Errors are added in the order of the plan, so that no sum depends on the workers.
@@ -188,7 +188,7 @@ class _Run(threading.local):
             writer.abort()
             raise
         ordered = [filling.errors[number] for number in sorted(filling.errors)]
-        return writer, _Errors(
+        return writer, _Found(
             requantization=merged_errors(e for errors in ordered for e in errors.requantization),
             gptq=merged_errors(e for errors in ordered for e in errors.gptq),
             not_finite=[fault for errors in ordered for fault in errors.not_finite],
@@ -198,7 +198,7 @@ class _Run(threading.local):
         self,
         shard: PlannedShard,
         writer: ShardWriter,
-        errors: _Errors,
+        errors: _Found,
         before: Future[FinishedShard] | None,
     ) -> FinishedShard:
         """Sync a filled shard to disk and, after `before`, record it."""
@@ -264,14 +264,14 @@ class _Run(threading.local):
         number, item = batch[0]
         writer = filling.writer
         if isinstance(item, Unit) and len(item.tiles) > 1:
-            filling.errors[number] = _Errors([self._convert_in_tiles(item, writer)])
+            filling.errors[number] = _Found([self._convert_in_tiles(item, writer)])
         elif isinstance(item, Unit):
             self._convert(batch, filling)
         else:
             if item.is_bias:
                 check_bias(self._source, item.info)
             if (fault := self._copy(item, writer)) is not None:
-                filling.errors[number] = _Errors(not_finite=[fault])
+                filling.errors[number] = _Found(not_finite=[fault])
 
     def _convert(self, batch: Sequence[tuple[int, Item]], filling: _Filling) -> None:
         writer = filling.writer
@@ -296,7 +296,7 @@ class _Run(threading.local):
             )
             # `Batches` gives such units a batch of their own.
             assert len(batch) == 1 or not (converted.as_stored or converted.joined), unit.name
-            filling.errors[number] = _Errors(converted.requantization_errors, converted.gptq_errors)
+            filling.errors[number] = _Found(converted.requantization_errors, converted.gptq_errors)
             tensors |= converted.tensors
         self._write(replace(converted, tensors=tensors), memory, writer)
 

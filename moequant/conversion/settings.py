@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moequant._version import __version__
 from moequant.storage.documents import object_at
 from moequant.storage.setting_differences import setting_differences
+from moequant.units import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +34,9 @@ def settings_of(plan: Plan) -> dict[str, Any]:
 
 def differing_settings(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """The settings in which a plan.json or moequant.json differs, in words; empty if in none."""
-    found = [*setting_differences(_compared(recorded), _compared(settings))]
-    more = len(found) - _SHOWN
-    return ", ".join(found[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    before, now = _compared(recorded), _compared(settings)
+    # What the record of an earlier moequant does not say is not known to differ.
+    return first_of([*setting_differences(before, {key: now[key] for key in before})], _SHOWN)
 
 
 def _compared(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,11 +44,10 @@ def _compared(document: Mapping[str, Any]) -> dict[str, Any]:
     recipe = document.get("recipe")
     if isinstance(recipe, dict):
         recipe = {key: value for key, value in recipe.items() if key != "summary"}
+    stated = ("moequant", "dialect", "architecture_definition")
     return {
-        "moequant": document.get("moequant"),
         "recipe": recipe,
-        "dialect": document.get("dialect"),
-        "architecture_definition": document.get("architecture_definition"),
+        **{key: document[key] for key in stated if key in document},
         "statistics": {"sha256": object_at(document, "statistics").get("sha256")},
         "activation_scales": {"sha256": object_at(document, "activation_scales").get("sha256")},
     }

@@ -102,7 +102,7 @@ class Prompts:
         return (
             f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones may be {tokens}, but "
             f"max_position_embeddings in {self.folder / CONFIG_FILE} is {self.positions}: beyond "
-            "it, the model's text is of no use; give a smaller --max-new-tokens"
+            "it, the model may write nonsense; give a smaller --max-new-tokens"
         )
 
     def check(self, ids: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from moequant.publishing.plan import REPORT_FOLDER, plan_push
 from moequant.storage.files import CONFIG_FILE, PREPARED_FOLDER, RECORD_FILE
 from moequant.storage.folder import is_note
 from moequant.storage.model_card import CARD_FILE
+from moequant.units import first_of
 from moequant.verification import check_integrity
 
 if TYPE_CHECKING:
@@ -232,6 +233,4 @@ def _check_arrived(plan: PushPlan, there: Mapping[str, HubFile]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return first_of(names, _NAMES_SHOWN)

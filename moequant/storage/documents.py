@@ -34,7 +34,7 @@ _NAMES.maxstring = 300
 show_name = _NAMES.repr
 """A name from an untrusted file, for messages: whole, as names of tensors are, but not endless."""
 
-_REMEDY = "correct it or fetch it again"
+REMEDY = "correct it or fetch it again"
 _MAX_DEPTH = 100
 # A tensor takes 48 bytes of header and three brackets; small files are not limited.
 _BYTES_A_BRACKET = 8
@@ -50,7 +50,7 @@ def read_document(file: FixedFile) -> dict[str, Any]:
     """
     if file.size_bytes > MAX_BYTES:
         raise CheckpointError(
-            f"{file.path}: {file.size_bytes} bytes, but at most {MAX_BYTES} are allowed; {_REMEDY}"
+            f"{file.path}: {file.size_bytes} bytes, but at most {MAX_BYTES} are allowed; {REMEDY}"
         )
     value = parse_object(file.read(0, file.size_bytes), file.path)
     level: list[Any] = [value]
@@ -59,7 +59,7 @@ def read_document(file: FixedFile) -> dict[str, Any]:
         if not level:
             return value
     raise CheckpointError(
-        f"{file.path}: nested deeper than the {_MAX_DEPTH} levels that are allowed; {_REMEDY}"
+        f"{file.path}: nested deeper than the {_MAX_DEPTH} levels that are allowed; {REMEDY}"
     )
 
 
@@ -77,14 +77,14 @@ def parse_object(text: bytes | bytearray, path: Path) -> dict[str, Any]:
     """
     brackets = text.count(b"[") + text.count(b"{")
     if len(text) > _SMALL_BYTES and brackets * _BYTES_A_BRACKET > len(text):
-        raise CheckpointError(f"{path}: {brackets} brackets in {len(text)} bytes; {_REMEDY}")
+        raise CheckpointError(f"{path}: {brackets} brackets in {len(text)} bytes; {REMEDY}")
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     # A few thousand levels of nesting exhaust the parser's stack.
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}; {_REMEDY}") from error
+        raise CheckpointError(f"{path}: not valid JSON: {error}; {REMEDY}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds {show(value)}, but must be a JSON object; {_REMEDY}")
+        raise CheckpointError(f"{path}: holds {show(value)}, but must be a JSON object; {REMEDY}")
     return value
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import DTYPE_BITS, DTYPES, dtype_name
+from moequant.units import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -61,9 +62,7 @@ def _explain(found: list[Any], wanted: list[Any]) -> str:
 
 
 def _list(items: Iterable[str]) -> str:
-    names = list(items)
-    more = len(names) - _MOST_ITEMS
-    return ", ".join(names[:_MOST_ITEMS]) + (f" and {more} more" if more > 0 else "")
+    return first_of([*items], _MOST_ITEMS)
 
 
 def _text(value: Any) -> str:

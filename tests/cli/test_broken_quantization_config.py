@@ -31,9 +31,12 @@ def with_entry(make_checkpoint, tmp_path):
 @pytest.mark.parametrize("section", [None, "text_config"])
 @pytest.mark.parametrize("entry", [[], ["fp8"], "fp8", 0, False])
 def test_what_is_not_an_object_is_refused(run, with_entry, command, section, entry):
-    done = run(command, with_entry(entry, section), *COMMANDS[command])
+    path = with_entry(entry, section)
+    done = run(command, path, *COMMANDS[command])
     assert done.exit_code == 3
-    where = "config.json: " + ("text_config." if section else "")
+    # Where a command is given two folders, it says which.
+    where = f"{path}/" if command == "convert" else ""
+    where += "config.json: " + ("text_config." if section else "")
     message = f"{where}quantization_config is {entry!r}, not an object; correct config.json"
     assert done.stderr == f"Error: {message}\n"
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from moequant.compatibility.facts import positions_in
+
 
 @pytest.fixture
 def with_tokenizer(converted, tmp_path):
@@ -67,6 +69,20 @@ def test_more_tokens_than_positions_are_a_warning(run, converted, tmp_path):
     more = run(*options, 6)
     assert more.exit_code == 0
     assert "3 tokens of the prompt and 6 new ones may be 9, but max_position_embe" in more.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_known"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, True),
+        ({"rope_scaling": None}, True),
+    ],
+)
+def test_positions_of_scaled_rotary_embeddings_are_not_known(entry, is_known):
+    config = {"max_position_embeddings": 40960, **entry}
+    assert positions_in(config) == (40960 if is_known else None)
 
 
 def test_transformers_own_decoding_gives_the_same(run, converted):

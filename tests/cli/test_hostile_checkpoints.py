@@ -327,14 +327,16 @@ def test_inspect_and_verify_name_it_too(run, plain, damaged, damage, code, messa
 
 def test_an_error_about_config_names_its_folder(run, plain, damaged, tmp_path):
     config_says(hidden_size=-256)(damaged)
-    (tmp_path / "text").write_text("one two")
     message = rf"{damaged}/config.json: hidden_size is -256, but"
     check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)
     check(run("verify", plain, "--against", damaged), 3, message)
+    text = tmp_path / "text"
+    text.write_text("one two")
+    check(run("calibrate", damaged, "--data", text, "-o", tmp_path / "stats"), 3, message)
 
 
 def test_a_dtype_that_is_a_number_is_named(run, damaged, tmp_path):
-    """By those who ask for it: what converts, and `check`."""
+    """`convert` and `check` ask for it, as engines compute in it."""
     config_says(torch_dtype=77)(damaged)
     message = r'torch_dtype is 77, but must be the name of a dtype, such as "bfloat16"; take the'
     check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)

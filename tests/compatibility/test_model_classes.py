@@ -7,9 +7,21 @@ import shutil
 
 import pytest
 
-from moequant.compatibility.model_classes import are_others, classes_of
+from moequant.compatibility.model_classes import classes_of, name_another_model
 from moequant.compatibility.tables import read_table
-from moequant.models import architectures
+from moequant.models import architectures, read_architectures
+
+OWN = """
+[[architecture]]
+name = "own"
+model_types = ["qwen3_moe"]
+experts = "model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+projections = { gate = "gate_proj", up = "up_proj", down = "down_proj" }
+config.experts = ["num_experts"]
+config.top_k = ["num_experts_per_tok"]
+config.intermediate = ["moe_intermediate_size"]
+roles.router = ["model.layers.{layer}.mlp.gate.weight"]
+"""
 
 
 @pytest.fixture
@@ -39,7 +51,7 @@ def test_without_architectures_vllm_and_sglang_do_not_run_the_model(with_classes
     assert engines["transformers"].loads, "it chooses by model_type"
 
 
-@pytest.mark.parametrize("value", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen3MoeModel"])
+@pytest.mark.parametrize("value", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen3Model"])
 def test_the_class_of_another_model_is_named_beside_the_right_one(with_classes, check, value):
     engines = check(with_classes([value]))
     for key in ("vllm", "sglang"):
@@ -58,9 +70,28 @@ def test_the_right_class_is_found_among_others_in_any_spelling(with_classes, che
     assert engines["sglang"].loads
 
 
-def test_the_class_of_a_model_in_a_users_file_is_not_judged():
+@pytest.mark.parametrize(
+    "value", ["Qwen3MoeModel", "Qwen3MoeForSequenceClassification", "Qwen3MoeRewardModel"]
+)
+def test_a_class_of_the_model_for_another_task_is_a_caution(with_classes, check, value):
+    engines = check(with_classes([value]))
+    for key in ("vllm", "sglang"):
+        assert engines[key].loads
+        (caution,) = (text for text in engines[key].verdict.cautions if "architectures" in text)
+        assert f"is {value}, by which" in caution
+        assert "without text generation" in caution
+
+
+def test_a_class_of_an_unknown_model_is_not_judged():
     assert classes_of("my_moe") == ()
-    assert not are_others(["MyMoeForCausalLM"], classes_of("my_moe"))
+    assert not name_another_model(["MyMoeForCausalLM"], classes_of("my_moe"))
+
+
+def test_the_class_of_a_model_in_a_users_file_is_not_judged(with_classes, check, tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    engines = check(with_classes(["OwnForCausalLM"]), own=read_architectures(path))
+    assert not [said for said in engines["vllm"].against if "architectures" in said.rule]
 
 
 def test_every_model_type_has_classes_and_those_of_transformers_are_among_them():

@@ -201,7 +201,7 @@ def test_an_unfinished_conversion_does_not_continue_beside_a_file_of_another_ori
         with pytest.raises(ZeroDivisionError):
             convert(source, out, format="mxfp4")
     (out / "merges.txt").write_text("of another model")
-    with pytest.raises(MoequantError, match=r"holds merges.txt, which .*; move them away"):
+    with pytest.raises(MoequantError, match=r"holds merges.txt, which .*: move them away"):
         convert(source, out, format="mxfp4")
     (out / "merges.txt").unlink()
     assert convert(source, out, format="mxfp4").resumed_shards == 1
@@ -265,10 +265,21 @@ def test_another_source_of_the_same_settings_is_named_by_a_file(begun, make_chec
         convert(other, begun, format="mxfp4", max_shard_size=SHARDS)
 
 
+def test_what_an_earlier_moequant_did_not_record_is_not_called_different(begun, make_checkpoint):
+    plan = begun / ".moequant" / "plan.json"
+    recorded = json.loads(plan.read_text())
+    for key in ("moequant", "dialect", "architecture_definition"):
+        del recorded[key]
+    plan.write_text(json.dumps(recorded))
+    other = make_checkpoint(experts=6)
+    with pytest.raises(MoequantError, match=r"into mxfp4, of another source \(it differs in mode"):
+        convert(other, begun, format="mxfp4", max_shard_size=SHARDS)
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda text: text[: len(text) // 2], "not valid JSON"),
+        (lambda text: text[: len(text) // 2], r"not valid JSON: [^;]*\. It says"),
         (lambda text: "", "not valid JSON"),
         (lambda text: "[]", r"holds \[\], but must be a JSON object"),
         (lambda text: text.replace("source_state", "source_stat"), "source_state is not there"),
