@@ -17,7 +17,7 @@ from moequant.conversion.quantize_unit import (
     convert_unit,
     requantization_error,
 )
-from moequant.conversion.recipe import Recipe, field_path, load_recipe, shipped_recipes
+from moequant.conversion.recipe import Recipe, load_recipe, shipped_recipes
 from moequant.conversion.record import (
     check_recorded_statistics,
     converted_config,
@@ -52,7 +52,6 @@ __all__ = [
     "copied_sidecars",
     "dequantizing_units",
     "error_of_tiles",
-    "field_path",
     "is_unfinished",
     "load_recipe",
     "merged_errors",

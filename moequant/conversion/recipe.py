@@ -39,6 +39,7 @@ from moequant.formats import (
     get_format,
     unknown_format,
 )
+from moequant.storage.schema_errors import field_path
 from moequant.storage.toml_files import parse_toml, read_text
 
 if TYPE_CHECKING:
@@ -344,12 +345,6 @@ def _explain(error: ValidationError) -> str:
         if not (wrong_rule and entry["loc"] == ("rules",))
     ]
     return "; ".join(problems)
-
-
-def field_path(location: Iterable[int | str]) -> str:
-    """The key of an error's location, such as `rules[0].roles[1]`, counted from zero."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    return "".join(parts).removeprefix(".")
 
 
 def _reason(entry: Mapping[str, object]) -> str:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from moequant._version import __version__
-from moequant.conversion.recipe import Recipe, field_path
+from moequant.conversion.recipe import Recipe
 from moequant.conversion.source_identity import content_digests, source_digests
 from moequant.dialects import REGISTRY as DIALECTS
 from moequant.errors import RecipeError, StatisticsError
 from moequant.progress import SilentProgress
 from moequant.storage.documents import object_at
 from moequant.storage.files import HF_QUANT_CONFIG_FILE, QUANT_CFG_FILE
+from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,8 +125,7 @@ def recorded_recipe(record: Mapping[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(record.get("recipe"))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RecipeError(f"{field_path(('recipe', *first['loc']))}: {first['msg']}") from None
+        raise RecipeError(first_fault(error, ("recipe",))) from None
 
 
 def recorded_claims(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moequant.errors import CheckpointError, DataError
 from moequant.storage.documents import read_document
 from moequant.storage.reader import FixedFile
+from moequant.storage.schema_errors import first_fault
 
 
 class _Read(BaseModel):
@@ -76,10 +77,8 @@ def read_quality(file: Path, converted: Path) -> Quality:
     except CheckpointError as error:
         raise DataError(f"{error}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{file}: {place}: {first['msg']}; give what moequant evaluate --json printed"
+            f"{file}: {first_fault(error)}; give what moequant evaluate --json printed"
         ) from None
     for is_it in (_same_directory, _same_name):
         tests = tuple(test for test in found.tests if is_it(Path(test.name), converted))

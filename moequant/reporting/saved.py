@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moequant.conversion import field_path
 from moequant.errors import CheckpointError, MoequantError
 from moequant.storage.documents import read_document
 from moequant.storage.reader import FixedFile
+from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,8 +185,6 @@ def _read(path: Path, kind: type[_Ignoring], command: str) -> dict[str, Any]:
     except CheckpointError as error:
         raise MoequantError(f"{error}. It must be what `{command}` printed") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         raise MoequantError(
-            f"{path}: {field_path(first['loc'])}: {first['msg']}; it must be what `{command}` "
-            "printed"
+            f"{path}: {first_fault(error)}; it must be what `{command}` printed"
         ) from None

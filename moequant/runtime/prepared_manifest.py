@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 from reprlib import repr as show
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +30,7 @@ from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
 from moequant.storage.folder import entries
 from moequant.storage.reader import FixedFile
+from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     import hashlib
@@ -219,19 +220,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(document)
     except ValidationError as error:
-        fault = _fault({**error.errors(include_url=False)[0]})
-        raise CheckpointError(f"{path}: {fault}; {remedy}") from None
-
-
-def _fault(error: Mapping[str, Any]) -> str:
-    """Of an error of pydantic: the place, what must be there, and what was found."""
-    parts = [str(part) for part in error["loc"]]
-    place = ".".join(p if p.isprintable() and len(p) <= _MAX_KEY else show(p) for p in parts)
-    fault = error["msg"].removeprefix("Value error, ")
-    # Our own validators say what they found, and nothing is there to show where a key is missing.
-    if error["type"] not in ("value_error", "missing"):
-        fault += f", but found {show(error['input'])}"
-    return f"{place}: {fault}" if place else fault
+        raise CheckpointError(f"{path}: {first_fault(error)}; {remedy}") from None
 
 
 def how_to_prepare(folder: Path) -> str:

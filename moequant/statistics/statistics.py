@@ -24,6 +24,7 @@ from moequant.statistics.tensors import (
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.headers import DTYPES, LENGTH_BYTES, read_header_and_metadata
 from moequant.storage.reader import FixedFile
+from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -349,9 +350,7 @@ def _read_record(path: Path, metadata: Mapping[str, str]) -> StatisticsRecord:
     try:
         return StatisticsRecord.model_validate_json(metadata[METADATA_KEY])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the record"
         raise StatisticsError(
-            f"{path}: {METADATA_KEY}: {where}: {first['msg']}; written by another version of "
+            f"{path}: {METADATA_KEY}: {first_fault(error)}; written by another version of "
             f"moequant, or damaged: {_REMEDY}"
         ) from None

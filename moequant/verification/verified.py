@@ -20,6 +20,7 @@ from moequant.storage.disk import replace_file
 from moequant.storage.documents import read_document
 from moequant.storage.files import MANIFEST_FILE, RECORD_FILE, VERIFIED_FILE
 from moequant.storage.reader import FixedFile
+from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     from moequant.verification.report import Report
@@ -137,10 +138,8 @@ def read_verified(path: Path) -> Verified | None:
     try:
         return Verified.model_validate(read_document(FixedFile.at(file)))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{file}: {place}: {first['msg']}; remove the file and run moequant verify again"
+            f"{file}: {first_fault(error)}; remove the file and run moequant verify again"
         ) from None
 
 
