@@ -109,7 +109,7 @@ def examine(
             classes_in(config),
         )
     return Examined(
-        facts=Facts(**_common(config, architecture, moe), **quantized),
+        facts=Facts(**facts_of_model(config, architecture, moe), **quantized),
         architecture=architecture,
         moe=moe,
         layers=sparse,
@@ -225,10 +225,10 @@ def _of_experts(formats: Collection[str | None]) -> dict[str, Any]:
     }
 
 
-def _common(
+def facts_of_model(
     config: Mapping[str, Any], architecture: Architecture, moe: MoeConfig
 ) -> dict[str, Any]:
-    """What does not depend on how the weights are quantized."""
+    """Fields of `Facts` that do not depend on how the weights are quantized."""
     model_type = str(config.get("model_type"))
     is_own = architecture.origin is not None
     return {

@@ -161,7 +161,11 @@ def check_nothing_stays(output: Path, sidecars: Iterable[str]) -> None:
     if not output.is_dir():
         return
     known = {*replaced_files(output), *sidecars}
-    staying = [name for name in map(str, read_by_engines(output)) if name not in known]
+    staying = [
+        name if name.isprintable() else show(name)
+        for name in map(str, read_by_engines(output))
+        if name not in known
+    ]
     if staying:
         raise MoequantError(
             f"{output}: holds {first_of(staying, _NAMES_SHOWN)}, which no conversion wrote and "

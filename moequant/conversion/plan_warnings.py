@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility import Facts, Verdict, judge
-from moequant.compatibility.facts import dtype_in, heads_in, keys_in
+from moequant.compatibility.checkpoint_facts import facts_of_model
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
@@ -55,11 +55,9 @@ def engine_verdicts(
         and roles[name].layer in layers
         and name.endswith(".weight")
     }
-    model_type = str(config.get("model_type"))
     facts = Facts(
+        **facts_of_model(config, architecture, source.model.moe),
         dialect=dialect.name,
-        model_type=model_type,
-        not_loaded=architecture.tested.get("not_loaded", {}).get(model_type),
         formats=frozenset(f for module, f in formats.items() if module not in experts),
         experts=tuple(dict.fromkeys(formats[m] for m in experts if m in formats)),
         ragged=any(
@@ -67,16 +65,9 @@ def engine_verdicts(
             for name, info in source.weights.items()
             if (format := formats.get(name.removesuffix(".weight"))) is not None
         ),
-        dtype=dtype_in(config),
         static=not experts.keys().isdisjoint(static),
         shared_apart=bool(routed) and not shared <= routed,
         some_kept=any(module not in formats for module in experts),
-        described=architecture.origin is not None or model_type in architecture.flat_model_types,
-        hidden=source.model.moe.hidden,
-        intermediate=source.model.moe.intermediate,
-        expert_count=source.model.moe.experts,
-        heads=heads_in(config),
-        config_keys=keys_in(config),
     )
     return tuple(judge(facts))
 
@@ -108,9 +99,11 @@ def warnings_of_source(
 def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Of NaN and infinities in config.json, which `path` is, for messages.
 
-    They are no error: released models of Mamba layers have `"time_step_limit": [0.0, Infinity]`.
+    Not in its quantization_config, which is replaced. They are no error: released models of Mamba
+    layers have `"time_step_limit": [0.0, Infinity]`.
     """
-    found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(config)]
+    copied = {key: value for key, value in config.items() if key != "quantization_config"}
+    found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(copied)]
     if found:
         yield (
             f"{path}: {first_of(found, _PLACES_SHOWN)}, which JSON does not have; Python "

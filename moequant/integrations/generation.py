@@ -293,5 +293,5 @@ def _no_choice(model: PreTrainedModel, token: int) -> str:
     return (
         f"{where}the logits of new token {token} have NaN or Inf, so there is no likeliest token; "
         f"look for NaN in {CONFIG_FILE} and in weights, which moequant verify CONVERTED --against "
-        "SOURCE names, or try another backend: --backend torch_reference"
+        "SOURCE names; on a GPU, --backend torch_reference shows whether it is the backend"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moequant.storage.headers import TensorInfo
 
-_NUMBERS = ("BF16", "F16", "F32", "F64")
+_NUMBERS = ("BF16", "F16", "F32", "F64", "C64")
 """Dtypes of numbers that stand for themselves; all others hold codes, scales of codes or ids."""
 _TILE = 1 << 16
 """Elements that are looked at one by one together, which takes ten times their memory."""
@@ -33,7 +33,7 @@ def find_not_finite(part: Tensor, info: TensorInfo, offset_bytes: int) -> str | 
     values = part.view(DTYPES[info.dtype])
     # A sum takes a 25th of the time of isfinite. It is NaN or Inf if an element is, and else only
     # if finite numbers overflow it.
-    if math.isfinite(values.sum().item()):
+    if cmath.isfinite(values.sum().item()):
         return None
     position = offset_bytes // values.itemsize
     for tile in torch.split(values, _TILE):
@@ -41,6 +41,7 @@ def find_not_finite(part: Tensor, info: TensorInfo, offset_bytes: int) -> str | 
         if len(bad):
             first = int(bad[0])
             place = torch.unravel_index(torch.tensor(position + first), info.shape)
-            return f"{info.name}: {tile[first].item()} at index {[int(i) for i in place]}"
+            where = f" at index {[int(i) for i in place]}" if info.shape else ""
+            return f"{info.name}: {tile[first].item()}{where}"
         position += len(tile)
     return None

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from moequant import convert
 from moequant.compatibility.model_classes import classes_of, name_another_model
 from moequant.compatibility.tables import read_table
 from moequant.models import architectures, read_architectures
@@ -80,6 +81,15 @@ def test_a_class_of_the_model_for_another_task_is_a_caution(with_classes, check,
         (caution,) = (text for text in engines[key].verdict.cautions if "architectures" in text)
         assert f"is {value}, by which" in caution
         assert "without text generation" in caution
+
+
+def test_convert_says_the_same(with_classes):
+    path = with_classes(["MixtralForCausalLM"])
+    plan = convert(path, path.with_name("out"), format="nvfp4", dry_run=True).plan
+    loads = {verdict.engine: verdict.loads for verdict in plan.engines}
+    assert loads["vLLM"] is False
+    assert loads["SGLang"] is False
+    assert any("is MixtralForCausalLM, but the class of model_type" in w for w in plan.warnings)
 
 
 def test_a_class_of_an_unknown_model_is_not_judged():

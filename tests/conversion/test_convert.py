@@ -769,6 +769,13 @@ def test_numbers_that_json_lacks_are_named_and_stay(own_source, tmp_path):
     assert warning.startswith(f"{path}: rms_norm_eps is NaN, limit[1] is Infinity, which JSON")
     assert "NaN" in (result.output / "config.json").read_text()
     assert verify(result.output, against=own_source, layers=0).ok
+    # Of an entry that is replaced nothing is said.
+    quantized = result.output / "config.json"
+    config = json.loads(quantized.read_text()) | {"rms_norm_eps": 1e-6, "limit": [0.0]}
+    config["quantization_config"]["note"] = math.nan
+    quantized.write_text(json.dumps(config))
+    again = convert(result.output, tmp_path / "again", format="nvfp4", dry_run=True)
+    assert not [w for w in again.plan.warnings if "JSON" in w]
 
 
 def test_overwriting_removes_what_came_along_before(own_source, tmp_path):

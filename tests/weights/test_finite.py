@@ -24,6 +24,13 @@ def test_one_element_that_is_not_finite_is_named_with_its_place(dtype, value, at
     assert found(values) == f"w: {value} at index [{at // 64}, {at % 64}]"
 
 
+def test_complex_numbers_count_by_either_part():
+    values = torch.zeros(4, dtype=torch.complex64)
+    assert found(values) is None
+    values[2] = complex(0, math.inf)
+    assert found(values).endswith("at index [2]")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_place_counts_from_the_begin_of_the_tensor(dtype):
     part = torch.zeros(8, dtype=dtype)
@@ -48,7 +55,7 @@ def test_finite_numbers_whose_sum_overflows_are_finite(dtype):
 
 
 def test_a_scalar_and_an_empty_tensor_have_no_surprises():
-    assert found(torch.tensor(math.inf)) == "w: inf at index []"
+    assert found(torch.tensor(math.inf)) == "w: inf"
     assert found(torch.empty(0, 4)) is None
 
 
