@@ -151,7 +151,7 @@ class Manifest(_Strict):
         for layer, entry in self.layers.items():
             if entry.file != layer_file(layer):
                 raise ValueError(
-                    f"layers.{layer}.file: must be {layer_file(layer)}, but found "
+                    f"layers[{layer}].file: must be {layer_file(layer)}, but found "
                     f"{show(entry.file)}"
                 )
         return self

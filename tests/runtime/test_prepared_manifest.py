@@ -50,13 +50,19 @@ def add_layer(key):
 
 
 EDITS = {
-    "size as text": (of_layer(bytes="446512"), r"layers\.0\.bytes: .*integer, but found '446512'"),
-    "size as float": (of_layer(bytes=446512.0), r"layers\.0\.bytes: .*but found 446512\.0"),
-    "size as truth": (of_layer(bytes=True), r"layers\.0\.bytes: .*but found True"),
-    "negative size": (of_layer(bytes=-1), r"layers\.0\.bytes: .*but found -1"),
-    "huge size": (of_layer(bytes=10**40), r"layers\.0\.bytes: .*9223372036854775807, but found 1"),
-    "huge time": (of_layer(mtime_ns=10**40), r"layers\.0\.mtime_ns: .*but found 1"),
-    "no size": (lambda m: m["layers"]["0"].pop("bytes"), r"layers\.0\.bytes: Field required"),
+    "size as text": (
+        of_layer(bytes="446512"),
+        r"layers\[0\]\.bytes: .*integer, but found '446512'",
+    ),
+    "size as float": (of_layer(bytes=446512.0), r"layers\[0\]\.bytes: .*but found 446512\.0"),
+    "size as truth": (of_layer(bytes=True), r"layers\[0\]\.bytes: .*but found True"),
+    "negative size": (of_layer(bytes=-1), r"layers\[0\]\.bytes: .*but found -1"),
+    "huge size": (
+        of_layer(bytes=10**40),
+        r"layers\[0\]\.bytes: .*9223372036854775807, but found 1",
+    ),
+    "huge time": (of_layer(mtime_ns=10**40), r"layers\[0\]\.mtime_ns: .*but found 1"),
+    "no size": (lambda m: m["layers"]["0"].pop("bytes"), r"layers\[0\]\.bytes: Field required"),
     "no target": (lambda m: m.pop("target"), r"target: Field required"),
     "no layers": (lambda m: m.update(layers={}), r"layers: .*at least 1 item"),
     "layers as list": (lambda m: m.update(layers=[1]), r"layers: .*dictionary, but found \[1\]"),
@@ -67,30 +73,33 @@ EDITS = {
     ),
     "unknown activations": (
         of_layer(activations="int3"),
-        r"layers\.0\.activations: must be one of: .*, none, but found 'int3'",
+        r"layers\[0\]\.activations: must be one of: .*, none, but found 'int3'",
     ),
     "parent": (
         of_layer(file="../layer-00000.safetensors"),
-        r"layers\.0\.file: must be .*but found '\.\./la",
+        r"layers\[0\]\.file: must be .*but found '\.\./la",
     ),
     "absolute": (
         of_layer(file="/etc/passwd"),
-        r"layers\.0\.file: must be .*but found '/etc/passwd'",
+        r"layers\[0\]\.file: must be .*but found '/etc/passwd'",
     ),
     "another's file": (
         of_layer(file="layer-00001.safetensors"),
-        r"layers\.0\.file: must be layer-00000\.safetensors, but found 'layer-00001\.safetensors'",
+        r"layers\[0\]\.file: must be layer-00000\.safetensors, but found .layer-00001",
     ),
     "long name": (
         of_layer(layout="A" * 1000),
-        r"layers\.0\.layout: .*100 characters, but found 'AA.*\.\.\.",
+        r"layers\[0\]\.layout: .*100 characters, but found 'AA.*\.\.\.",
     ),
-    "empty name": (of_layer(layout=""), r"layers\.0\.layout: .*at least 1 character, but found ''"),
-    "half a character": (of_layer(layout="\ud800"), r"layers\.0\.layout: .*but found '\\ud800'"),
-    "digest": (of_layer(sha256="00"), r"layers\.0\.sha256: .*but found '00'"),
+    "empty name": (
+        of_layer(layout=""),
+        r"layers\[0\]\.layout: .*at least 1 character, but found ''",
+    ),
+    "half a character": (of_layer(layout="\ud800"), r"layers\[0\]\.layout: .*but found '\\ud800'"),
+    "digest": (of_layer(sha256="00"), r"layers\[0\]\.sha256: .*but found '00'"),
     "digest of originals": (
         of_layer(originals_sha256=None),
-        r"layers\.0\.originals_sha256: .*but found None",
+        r"layers\[0\]\.originals_sha256: .*but found None",
     ),
     "negative layer": (add_layer("-1"), r"layers: must have numbers .*but found '-1'"),
     "a layer twice": (add_layer("00"), r"layers: must have numbers .*but found '00'"),
@@ -98,7 +107,7 @@ EDITS = {
     "huge layer": (add_layer("9" * 5000), r"layers: must have numbers .*but found '999.*\.\.\."),
     "originals as text": (
         lambda m: m["originals"].update({"a": ["1", "2"]}),
-        r"originals\.a\.0: .*but found '1'",
+        r"originals\.a\[0\]: .*but found '1'",
     ),
     "originals of three": (
         lambda m: m["originals"].update({"a": [1, 2, 3]}),
