@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+from moequant.compatibility.model_classes import name_another_model, name_another_task
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -102,6 +104,17 @@ class Facts:
     config_keys: frozenset[str] | None = None
     classes: tuple[str, ...] | None = None
     model_classes: tuple[str, ...] = ()
+
+    # Kept, because every rule about classes asks again for each GPU and number of ranks.
+    @cached_property
+    def names_another_model(self) -> bool:
+        """Whether `classes` are those of another model."""
+        return name_another_model(self.classes or (), self.model_classes)
+
+    @cached_property
+    def names_another_task(self) -> bool:
+        """Whether none of `classes`, which are those of this model, generates text."""
+        return name_another_task(self.classes or (), self.model_classes)
 
 
 @dataclass(frozen=True, kw_only=True)

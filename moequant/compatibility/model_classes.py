@@ -39,8 +39,8 @@ def name_another_model(stated: Iterable[str], known: Iterable[str]) -> bool:
 def name_another_task(stated: Iterable[str], known: Iterable[str]) -> bool:
     """Whether the stated classes are of the model, but none of them generates text."""
     stated, known = [*stated], [*known]
-    alike = {*map(_normalized, stated)}.isdisjoint(map(_normalized, known))
-    return bool(stated and known) and alike and not name_another_model(stated, known)
+    none_is_known = {*map(_normalized, stated)}.isdisjoint(map(_normalized, known))
+    return bool(stated and known) and none_is_known and not name_another_model(stated, known)
 
 
 def _model_of(name: str) -> str:

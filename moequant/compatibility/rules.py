@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moequant._version import __version__
 from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabulary
-from moequant.compatibility.model_classes import name_another_model, name_another_task
 from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
@@ -277,8 +276,8 @@ def _happens(when: str, facts: Facts, placement: Placement) -> bool:
         "float16": facts.dtype == "float16",
         "shared apart": facts.shared_apart,
         "no classes": facts.classes == (),
-        "another model": name_another_model(facts.classes or (), facts.model_classes),
-        "another task": name_another_task(facts.classes or (), facts.model_classes),
+        "another model": facts.names_another_model,
+        "another task": facts.names_another_task,
         "unquantized": facts.dialect == UNQUANTIZED,
         "several ranks": placement.tp > 1 or placement.ep > 1,
         "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,

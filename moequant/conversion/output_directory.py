@@ -13,7 +13,7 @@ from moequant.conversion.settings import differing_settings
 from moequant.errors import MoequantError
 from moequant.formats import WRITABLE
 from moequant.storage.disk import existing_parent
-from moequant.storage.documents import object_at, read_document
+from moequant.storage.documents import object_at, read_document, show_name
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WORK_FOLDER
 from moequant.storage.folder import is_inner_name, read_by_engines
 from moequant.storage.reader import FixedFile
@@ -162,7 +162,7 @@ def check_nothing_stays(output: Path, sidecars: Iterable[str]) -> None:
         return
     known = {*replaced_files(output), *sidecars}
     staying = [
-        name if name.isprintable() else show(name)
+        name if name.isprintable() else show_name(name)
         for name in map(str, read_by_engines(output))
         if name not in known
     ]

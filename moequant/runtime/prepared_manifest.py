@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from moequant.formats import QuantizedWeight
 
 _INT64_MAX = 2**63 - 1
-_MAX_KEY = 100
-"""Longest key that errors show whole."""
 
 
 def _known(value: str, info: ValidationInfo) -> str:
