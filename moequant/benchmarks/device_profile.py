@@ -6,7 +6,7 @@ times is more than the time in which the GPU is busy, where what runs at once co
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +36,43 @@ class DeviceProfile:
     launches: Mapping[str, int]
 
 
+class DeviceProfiler:
+    """A profile of what the current CUDA device runs between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+
+    def start(self) -> None:
+        """Begin, once the device has ended what it runs."""
+        torch.cuda.synchronize()
+        self._profile.start()
+
+    def stop(self) -> DeviceProfile:
+        """What ran since `start`, once all of it has ended."""
+        torch.cuda.synchronize()
+        self._profile.stop()
+        assert self._profile.profiler is not None
+        results = self._profile.profiler.kineto_results
+        assert results is not None
+        kernel_us: defaultdict[str, float] = defaultdict(float)
+        launches: Counter[str] = Counter()
+        spans = []
+        for event in results.events():
+            if event.device_type() != DeviceType.CUDA or event.duration_ns() <= 0:
+                continue
+            kernel_us[event.name()] += event.duration_ns() / 1e3
+            launches[event.name()] += 1
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        busy_us = covered_ns(spans) / 1e3
+        return DeviceProfile(busy_us=busy_us, kernel_us=kernel_us, launches=launches)
+
+
 def profile_call(call: Callable[[], object]) -> DeviceProfile:
     """What `call` ran on the current CUDA device, once all of it has ended."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    kernel_us: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    spans = []
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() != DeviceType.CUDA or event.duration_ns() <= 0:
-            continue
-        kernel_us[event.name()] += event.duration_ns() / 1e3
-        launches[event.name()] += 1
-        spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-    return DeviceProfile(busy_us=covered_ns(spans) / 1e3, kernel_us=kernel_us, launches=launches)
+    profiler = DeviceProfiler()
+    profiler.start()
+    call()
+    return profiler.stop()
 
 
 def covered_ns(spans: Iterable[tuple[int, int]]) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.benchmarks.device_profile import NOTHING, profile_call, profile_of_step
+from moequant.benchmarks.device_profile import NOTHING, profile_of_step
 from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.errors import MoequantError, UnsupportedError
@@ -96,8 +96,7 @@ def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> d
     prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
-        ids = prompts.draw(batch, length)
-        return profile_call(partial(engine.generate, ids, new_tokens))
+        return engine.profile(prompts.draw(batch, length), new_tokens)
 
     prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)
     found = {"prefill": profile_of_step(NOTHING, prefill, 1)}

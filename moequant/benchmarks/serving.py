@@ -14,8 +14,9 @@ bandwidth that the device is measured to have in the same run. The result is a J
         version, experts (what computes them), start_s
         decode      for each batch: batch, ms_per_step, tokens_per_s, and share_of_floor, at most 1
         prefill     ms, tokens_per_s
-        profile     if asked for: of a step by batch, and of "prefill": busy_ms, in which the GPU
-                    does anything, and kernels, those with the most time: name, ms, launches
+        profile     if asked for: of a step by batch, and of "prefill": busy_ms, in which the GPU,
+                    of several the first, does anything, and kernels, those with the most time:
+                    name, ms, launches
 """
 
 from __future__ import annotations
@@ -216,10 +217,10 @@ def _check(
             f"a prefill of {measure.prefill_tokens} tokens does not divide into {PREFILL_PROMPTS} "
             f"prompts; choose a multiple of {PREFILL_PROMPTS}"
         )
-    if measure.profile and (measure.device != "cuda" or measure.tensor_parallel > 1):
+    if measure.profile and measure.device != "cuda":
         raise UnsupportedError(
-            "a profile is of one GPU, which one process uses; leave out --profile, or choose "
-            "--device cuda and --tensor-parallel 1"
+            f"a profile is of a GPU, but engines are to be timed on {measure.device}; leave out "
+            "--profile, or choose --device cuda"
         )
     for path in checkpoints:
         Checkpoint.open(path)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from moequant.benchmarks.device_profile import DeviceProfiler, profile_call
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME as PLUG_IN
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import Cache, PreTrainedModel
 
+    from moequant.benchmarks.device_profile import DeviceProfile
     from moequant.runtime.activations import ActivationsChoice
 
     Prompts = Sequence[Sequence[int]]
@@ -72,6 +75,21 @@ class Engine(ABC):
     def generate(self, prompts: Prompts, new_tokens: int) -> None:
         """Continue all prompts, of one length, by exactly `new_tokens` greedy tokens, and wait."""
 
+    def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
+        """What `generate` runs on the GPU, of several on the first."""
+        return profile_call(partial(self.generate, prompts, new_tokens))
+
+
+def _start_profile(worker: Any) -> None:
+    """In a process of vLLM's that uses a GPU."""
+    worker.moequant_profiler = DeviceProfiler()
+    worker.moequant_profiler.start()
+
+
+def _stop_profile(worker: Any) -> DeviceProfile:
+    found: DeviceProfile = worker.moequant_profiler.stop()
+    return found
+
 
 class Vllm(Engine):
     """vLLM, with CUDA graphs and torch.compile as it starts by default, in this process."""
@@ -115,6 +133,13 @@ class Vllm(Engine):
         )
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         self._llm.generate(inputs, sampling, use_tqdm=False)
+
+    def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
+        """See `Engine`; with tensor parallelism, GPUs are used by processes of their own."""
+        self._llm.collective_rpc(_start_profile)
+        self.generate(prompts, new_tokens)
+        first: DeviceProfile = self._llm.collective_rpc(_stop_profile)[0]
+        return first
 
 
 class VllmWithPlugIn(Vllm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -50,12 +49,16 @@ def test_a_profile_has_the_kernels_of_the_device(monkeypatch):
         Event("marker", 0, 0),
     ]
     results = SimpleNamespace(events=lambda: events)
-    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
-    monkeypatch.setattr(module, "profile", lambda activities: nullcontext(profiler))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
     called = []
+    profiler = SimpleNamespace(
+        start=lambda: called.append("start"),
+        stop=lambda: called.append("stop"),
+        profiler=SimpleNamespace(kineto_results=results),
+    )
+    monkeypatch.setattr(module, "profile", lambda activities: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
     found = profile_call(lambda: called.append("call"))
-    assert called == ["wait", "call", "wait"]
+    assert called == ["wait", "start", "call", "wait", "stop"]
     assert found.busy_us == 8.0
     assert found.kernel_us == {"gemm": 7.0, "reduce": 2.0}
     assert found.launches == {"gemm": 2, "reduce": 1}

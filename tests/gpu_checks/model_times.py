@@ -8,7 +8,7 @@ from tests_on_gpus import PYTEST
 
 SERVE = "{python} -m moequant bench serve"
 VLLM_TESTS = "tests/engines/test_vllm.py"
-_BOTH = "--engine vllm,vllm+moequant"
+_BOTH = "--engine vllm,vllm+moequant --profile"
 _PLUG_IN = "--engine vllm+moequant"
 _TRITON = "--attention-backend TRITON_ATTN"
 _MLA = "--attention-backend TRITON_MLA"
@@ -62,8 +62,8 @@ _SERVED = [
         "mxfp4",
         f"{_PLUG_IN} {_TRITON} --activations fp8_token",
     ),
-    _serve("gpt-oss", "gpt-oss", "mxfp4", f"{_BOTH} {_TRITON} --profile"),
-    _serve("deepseek-v3", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA} --profile"),
+    _serve("gpt-oss", "gpt-oss", "mxfp4", f"{_BOTH} {_TRITON}"),
+    _serve("deepseek-v3", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA}"),
     # Not w4a8: vLLM's CUTLASS experts want multiples of 256 rows on each GPU, and 768 rows are cut.
     _serve("qwen3-30b-tensor-parallel", "qwen3-30b", "mxfp4", f"{_BOTH} {_TRITON} {_TWO}", gpus=2),
     _serve("qwen3-30b-experts", "qwen3-30b", "fp8_block", f"{_BOTH} {_TRITON} {_DIVIDED}", gpus=2),

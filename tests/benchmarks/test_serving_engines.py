@@ -1,0 +1,61 @@
+"""How engines are profiled."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from moequant.benchmarks import device_profile, serving_engines
+from moequant.benchmarks.device_profile import DeviceProfile
+from moequant.benchmarks.serving_engines import Engine, Vllm
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What profilers and engines do, in order; a profile is of the launches in it."""
+    events = []
+
+    class Profiler:
+        def start(self):
+            events.append("start")
+
+        def stop(self):
+            events.append("stop")
+            return DeviceProfile(busy_us=0.0, kernel_us={}, launches={"k": len(events)})
+
+    for module in (device_profile, serving_engines):
+        monkeypatch.setattr(module, "DeviceProfiler", Profiler)
+    return events
+
+
+def test_an_engine_is_profiled_while_it_generates(said):
+    class Fake(Engine):
+        def generate(self, prompts, new_tokens):
+            said.append((prompts, new_tokens))
+
+    found = Fake().profile([[1, 2]], 3)
+    assert said == ["start", ([[1, 2]], 3), "stop"]
+    assert found.launches == {"k": 3}
+
+
+def test_of_vllm_the_first_process_that_uses_a_gpu_is_profiled(said):
+    class Worker:
+        pass
+
+    class LLM:
+        workers = Worker(), Worker()
+
+        def collective_rpc(self, method):
+            # Processes receive functions by name.
+            return [pickle.loads(pickle.dumps(method))(worker) for worker in self.workers]  # noqa: S301
+
+        def generate(self, inputs, sampling, use_tqdm):
+            said.append(inputs)
+
+    engine = object.__new__(Vllm)
+    engine._llm, engine._sampling = LLM(), dict
+    found = engine.profile([[1, 2]], 3)
+    prompts = [{"prompt_token_ids": [1, 2]}]
+    assert said == ["start", "start", prompts, "stop", "stop"]
+    assert found.launches == {"k": 4}
