@@ -91,12 +91,17 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Profiles of a step of each batch and of the prefill, of calls no longer than those timed."""
-    steps = min(request["steps"], _PROFILED_STEPS)
+    """Profiles of a step of each batch and of the prefill, of calls no longer than those timed.
+
+    Of `rounds` calls, that in which the GPU is least busy: one of several GPUs is busy, too, while
+    it waits for the others in a collective operation.
+    """
+    rounds, steps = request["rounds"], min(request["steps"], _PROFILED_STEPS)
     prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
-        return engine.profile(prompts.draw(batch, length), new_tokens)
+        profiles = [engine.profile(prompts.draw(batch, length), new_tokens) for _ in range(rounds)]
+        return min(profiles, key=lambda profile: profile.busy_us)
 
     prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)
     found = {"prefill": profile_of_step(NOTHING, prefill, 1)}

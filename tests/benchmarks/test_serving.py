@@ -384,9 +384,11 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
 
         def profile(self, prompts, new_tokens):
             profiled.append((len(calls), len(prompts), len(prompts[0]), new_tokens))
+            # Every second one is busy for longer, as if it waited for another GPU.
+            waits = len(profiled) % 2
             return DeviceProfile(
-                busy_us=1e3 * new_tokens,
-                kernel_us={"k": 5e2 * new_tokens},
+                busy_us=1e3 * new_tokens + 5e5 * waits,
+                kernel_us={"k": (5e2 + 3e2 * waits) * new_tokens},
                 launches={"k": new_tokens},
             )
 
@@ -394,7 +396,7 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     monkeypatch.setitem(one_serving.ENGINES, "fake", Engine)
     monkeypatch.setattr(one_serving, "Setup", lambda: None)
     request = {
-        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 40, "rounds": 1,
+        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 40, "rounds": 2,
         "prefill_tokens": 80, "vocabulary": 100, "profile": True,
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
@@ -402,7 +404,9 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     *timed, first, second = calls
     assert (first, second) == ((1, 64, 16), (2, 64, 16))
     want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 48))]
-    assert profiled == [(len(timed) + unprofiled, *call) for unprofiled, *call in want]
+    assert profiled == [
+        (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(2)
+    ]
     assert one_serving.time_engine({**request, "steps": 8})["profile"]["2"] == step
     assert profiled[-1][1:] == (2, 64, 24)
     assert one_serving.time_engine({**request, "profile": False})["profile"] == {}

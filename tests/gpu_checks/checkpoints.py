@@ -35,11 +35,11 @@ MODELS = {
     ),
     "gpt-oss": Model(
         shape="gpt-oss",
-        layers=6,
+        layers=9,
         vocabulary=32768,
         formats=("mxfp4",),
-        room_gb=52,
-        estimate_s=100,
+        room_gb=78,
+        estimate_s=150,
     ),
     "deepseek-v3": Model(
         shape="deepseek-v3",

@@ -8,7 +8,7 @@ from tests_on_gpus import PYTEST
 
 SERVE = "{python} -m moequant bench serve"
 VLLM_TESTS = "tests/engines/test_vllm.py"
-_BOTH = "--engine vllm,vllm+moequant --profile"
+_BOTH = "--engine vllm,vllm+moequant --profile --rounds 8"
 _PLUG_IN = "--engine vllm+moequant"
 _TRITON = "--attention-backend TRITON_ATTN"
 _MLA = "--attention-backend TRITON_MLA"
