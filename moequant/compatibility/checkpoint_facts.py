@@ -10,7 +10,6 @@ from moequant.compatibility.facts import (
     UNQUANTIZED,
     Defect,
     Facts,
-    dtype_in,
     heads_in,
     keys_in,
     kv_heads_in,
@@ -27,6 +26,7 @@ from moequant.models import (
     ROUTED_EXPERTS,
     SHARED_EXPERTS,
     check_experts,
+    dtype_in,
     find_architecture,
     read_model,
 )

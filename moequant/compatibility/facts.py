@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.model_classes import name_another_model, name_another_task
-from moequant.errors import CheckpointError
+from moequant.models import sections_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,27 +153,6 @@ def padded_vocabulary(rows: int, ranks: int = 1, *, grows: bool = False) -> int:
     return -(-rows // multiple) * multiple
 
 
-def dtype_in(config: Mapping[str, Any]) -> str | None:
-    """What config.json says that the model computes in, of a vision model its language model.
-
-    Raises:
-        CheckpointError: it says no name.
-    """
-    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
-    named = [(key, s.get(key)) for s in _sections(config) for key in ("dtype", "torch_dtype")]
-    for key, stated in named:
-        # One for each part of the model, where they differ; that of its top is called "".
-        dtype = stated.get("text_config", stated.get("")) if isinstance(stated, dict) else stated
-        if isinstance(dtype, str):
-            return dtype
-        if dtype is not None:
-            raise CheckpointError(
-                f"config.json: {key} is {show(dtype)}, but must be the name of a dtype, such as "
-                '"bfloat16"; take the config.json of the model\'s release'
-            )
-    return None
-
-
 def heads_in(config: Mapping[str, Any]) -> int | None:
     """Attention heads of the language model by config.json; None if not there."""
     return _number_in(config, "num_attention_heads")
@@ -182,7 +160,7 @@ def heads_in(config: Mapping[str, Any]) -> int | None:
 
 def kv_heads_in(config: Mapping[str, Any]) -> int | None:
     """Heads of keys and values by config.json; None if not there, and of MLA, which has none."""
-    if any("kv_lora_rank" in section for section in _sections(config)):
+    if any("kv_lora_rank" in section for section in sections_of(config)):
         return None
     return _number_in(config, "num_key_value_heads")
 
@@ -197,7 +175,7 @@ def positions_in(config: Mapping[str, Any]) -> int | None:
 
     Scaled rotary embeddings reach farther, each kind by a rule of its own.
     """
-    for section in _sections(config):
+    for section in sections_of(config):
         rope = section.get("rope_scaling") or section.get("rope_parameters")
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) != "default":
             return None
@@ -206,15 +184,10 @@ def positions_in(config: Mapping[str, Any]) -> int | None:
 
 def keys_in(config: Mapping[str, Any]) -> frozenset[str]:
     """Keys of config.json, and of the part about the language model, whose value is not null."""
-    found = (section.items() for section in _sections(config))
+    found = (section.items() for section in sections_of(config))
     return frozenset(key for items in found for key, value in items if value is not None)
 
 
 def _number_in(config: Mapping[str, Any], key: str) -> int | None:
-    found = (section.get(key) for section in _sections(config))
+    found = (section.get(key) for section in sections_of(config))
     return next((number for number in found if type(number) is int and number > 0), None)
-
-
-def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    text_config = config.get("text_config")
-    return (text_config if isinstance(text_config, dict) else {}, config)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from moequant.compatibility.facts import dtype_in
 from moequant.compatibility.tables import read_table
+from moequant.models import dtype_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

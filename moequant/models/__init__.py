@@ -8,6 +8,7 @@ from moequant.models.architecture import (
     Architecture,
     TensorRole,
 )
+from moequant.models.config_values import dtype_in, sections_of
 from moequant.models.model import (
     Model,
     biases_of,
@@ -39,9 +40,11 @@ __all__ = [
     "architectures",
     "biases_of",
     "check_experts",
+    "dtype_in",
     "find_architecture",
     "orientation",
     "read_architectures",
     "read_model",
     "recorded_architectures",
+    "sections_of",
 ]

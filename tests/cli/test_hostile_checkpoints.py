@@ -335,12 +335,31 @@ def test_an_error_about_config_names_its_folder(run, plain, damaged, tmp_path):
     check(run("calibrate", damaged, "--data", text, "-o", tmp_path / "stats"), 3, message)
 
 
-def test_a_dtype_that_is_a_number_is_named(run, damaged, tmp_path):
-    """`convert` and `check` ask for it, as engines compute in it."""
-    config_says(torch_dtype=77)(damaged)
-    message = r'torch_dtype is 77, but must be the name of a dtype, such as "bfloat16"; take the'
-    check(run("convert", damaged, tmp_path / "out", "--format", "nvfp4"), 3, message)
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("torch_dtype", 77, r'77, but must be the name of a dtype, such as "bfloat16"; take the'),
+        ("rope_parameters", 5, r"5, but must be an object, such as .*, or null; take the"),
+        ("rope_scaling", "yarn", r"'yarn', but must be an object, such as .*, or null; take the"),
+    ],
+)
+def test_values_without_which_no_engine_makes_a_model_are_named(
+    run, damaged, tmp_path, key, value, message
+):
+    """By every command, as each asks for the sizes of the model."""
+    config_says(**{key: value})(damaged)
+    message = f"{key} is {message}"
+    check(run("inspect", damaged), 3, message)
     check(run("check", damaged), 3, message)
+    for format in ("nvfp4", "bf16"):
+        check(run("convert", damaged, tmp_path / "out", "--format", format), 3, message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [None, False, {}, {"rope_type": "default", "rope_theta": 1e6}])
+def test_rotary_embeddings_may_be_left_out(run, damaged, value):
+    config_says(rope_scaling=value)(damaged)
+    assert run("check", damaged).exit_code == 0
 
 
 def test_one_weight_that_is_not_finite_is_named(run, damaged, tmp_path):

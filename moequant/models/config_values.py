@@ -1,0 +1,58 @@
+"""Values of config.json that are not sizes of experts, but that whoever loads a model reads."""
+
+from __future__ import annotations
+
+from reprlib import repr as show
+from typing import TYPE_CHECKING, Any
+
+from moequant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def sections_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The part of config.json about the language model, empty if there is none, and its top."""
+    text_config = config.get("text_config")
+    return (text_config if isinstance(text_config, dict) else {}, config)
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Check the types of values without which no engine makes a model.
+
+    Raises:
+        CheckpointError: a dtype is no name, or the settings of rotary embeddings are no object.
+    """
+    dtype_in(config)
+    for section in sections_of(config):
+        for key in ("rope_parameters", "rope_scaling"):
+            # What is empty counts as not there, as in transformers.
+            if section.get(key) and not isinstance(section[key], dict):
+                raise _refusal(
+                    key, section[key], 'an object, such as {"rope_type": "default"}, or null'
+                )
+
+
+def dtype_in(config: Mapping[str, Any]) -> str | None:
+    """What config.json says that the model computes in, of a vision model its language model.
+
+    Raises:
+        CheckpointError: it says no name.
+    """
+    # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
+    named = [(key, s.get(key)) for s in sections_of(config) for key in ("dtype", "torch_dtype")]
+    for key, stated in named:
+        # One for each part of the model, where they differ; that of its top is called "".
+        dtype = stated.get("text_config", stated.get("")) if isinstance(stated, dict) else stated
+        if isinstance(dtype, str):
+            return dtype
+        if dtype is not None:
+            raise _refusal(key, dtype, 'the name of a dtype, such as "bfloat16"')
+    return None
+
+
+def _refusal(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: {key} is {show(value)}, but must be {wanted}; take the config.json of the "
+        "model's release"
+    )
