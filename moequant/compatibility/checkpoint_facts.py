@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moequant.act_fn import NAMES as ACT_FNS
 from moequant.compatibility.defects import block_rows, header_defects
 from moequant.compatibility.facts import (
     UNQUANTIZED,
@@ -44,6 +45,16 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.checkpoint import Checkpoint
     from moequant.weights.source_model import SourceModel
+
+
+OTHER_ACT_FNS = frozenset({
+    "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu",
+    "quick_gelu", "relu", "relu6", "sigmoid", "sqrtsoftplus", "swigluoai_uninterleave", "swish",
+    "tanh", "xielu",
+})  # fmt: skip
+"""Functions that transformers 5.24 (activations.py: ACT2CLS) or vLLM 0.33.0 (MoEActivation) has by
+names that `moequant.act_fn` lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +257,14 @@ def facts_of_model(
         "classes": classes_in(config),
         # A user's file may describe another model of the same type.
         "model_classes": () if is_own else classes_of(model_type),
+        # A user's file may describe a model with a function of its own.
+        "unknown_act_fn": None if is_own or _is_known(moe.act_fn.name) else moe.act_fn.name,
     }
+
+
+def _is_known(act_fn: str) -> bool:
+    """Whether an engine may have an activation function of this name."""
+    return act_fn in ACT_FNS or act_fn in OTHER_ACT_FNS
 
 
 def _formats_by_layer(

@@ -78,6 +78,7 @@ class Facts:
         config_keys: keys of config.json that have a value; None if they are not known.
         classes: `architectures` of config.json, empty without; None if it is not known.
         model_classes: the classes of such a model, the usual one first; empty if not known.
+        unknown_act_fn: the activation function of its experts, if no engine has one of this name.
     """
 
     dialect: str
@@ -103,6 +104,7 @@ class Facts:
     config_keys: frozenset[str] | None = None
     classes: tuple[str, ...] | None = None
     model_classes: tuple[str, ...] = ()
+    unknown_act_fn: str | None = None
 
     # Kept, because every rule about classes asks again for each GPU and number of ranks.
     @cached_property
