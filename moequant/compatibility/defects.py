@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from moequant.compatibility.facts import Defect
-from moequant.compatibility.lookup import lacks_linear_target, lookups
+from moequant.compatibility.lookup import is_packed_at_top, lacks_linear_target, lookups
 from moequant.compatibility.modelopt_defects import modelopt_defects
 from moequant.compatibility.modules import CODE_DTYPES, MTP, OTHER, ROUTER
 from moequant.compatibility.rules import ENGINES
@@ -78,6 +78,8 @@ def header_defects(
     if dialect.name == "compressed-tensors":
         if lacks_linear_target(config):
             yield from _one("no-linear-target", _integer_experts(modules))
+        if not is_packed_at_top(config):
+            yield from _one("no-packed-format", _packed_int4_experts(modules))
         yield from _one("unpacked-codes", _unpacked(modules))
         yield from _one("int8-activations", _with_int8_activations(modules, config))
 
@@ -188,15 +190,21 @@ def _unpacked(modules: Iterable[Module]) -> Iterator[str]:
             yield module.name
 
 
-def _with_int8_activations(modules: Iterable[Module], config: Mapping[str, Any]) -> Iterator[str]:
-    """Experts of packed INT4 codes whose inputs are quantized to INT8."""
-    input_of = input_arguments(config)
+def _packed_int4_experts(modules: Iterable[Module]) -> Iterator[str]:
+    """Experts of INT4 codes, eight in a word."""
     for module in modules:
         is_expert = module.group == ROUTED_EXPERTS and module.stated == "int4"
         if is_expert and "weight_packed" in module.parts:
-            stated = input_of(module.name)
-            if stated and str(stated.get("type", "int")).lower() == "int":
-                yield module.name
+            yield module.name
+
+
+def _with_int8_activations(modules: Iterable[Module], config: Mapping[str, Any]) -> Iterator[str]:
+    """Experts of packed INT4 codes whose inputs are quantized to INT8."""
+    input_of = input_arguments(config)
+    for name in _packed_int4_experts(modules):
+        stated = input_of(name)
+        if stated and str(stated.get("type", "int")).lower() == "int":
+            yield name
 
 
 def block_rows(module: Module) -> int | None:

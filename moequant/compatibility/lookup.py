@@ -131,7 +131,15 @@ def _parents(name: str) -> Iterator[str]:
 
 def lacks_linear_target(config: Mapping[str, Any]) -> bool:
     """Whether a compressed-tensors config lacks what SGLang looks up W4A8 experts by."""
-    return "Linear" not in _targets(config) or config.get("format") != "pack-quantized"
+    return "Linear" not in _targets(config) or not is_packed_at_top(config)
+
+
+def is_packed_at_top(config: Mapping[str, Any]) -> bool:
+    """Whether the top of a compressed-tensors config says what SGLang asks of integer experts.
+
+    Nothing else is asked by the top of a config whose groups have formats of their own.
+    """
+    return config.get("format") == "pack-quantized"
 
 
 def _ct_vllm(config: Mapping[str, Any], merged: MergedLayers) -> Lookup:

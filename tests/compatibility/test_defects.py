@@ -813,6 +813,35 @@ def test_w4a8_without_the_target_linear_breaks_sglang(planted, check, config):
     assert engines["vllm"].loads
 
 
+def format_at_top(format, **group):
+    def change(config):
+        config["format"] = format
+        config["config_groups"]["group_0"].update(group)
+
+    return change
+
+
+@pytest.mark.parametrize("at_top", ["float-quantized", "mixed-precision"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8_channel"])
+def test_the_format_of_a_group_counts_and_not_that_at_the_top(planted, check, format, at_top):
+    before = {k: engine.loads for k, engine in check(planted.original(format)).items()}
+    engines = check(planted(format, config=format_at_top(at_top)))
+    assert {key: engine.loads for key, engine in engines.items()} == before
+
+
+@pytest.mark.parametrize("at_top", ["float-quantized", "mixed-precision", None])
+def test_int4_experts_without_pack_quantized_at_the_top_break_sglang(planted, check, at_top):
+    weight_only = format_at_top(at_top, input_activations=None)
+    engines = check(planted("w4a8", config=weight_only))
+    assert [*against(engines, "sglang")] == ["int4-format-sglang"]
+    assert engines["vllm"].loads
+
+
+def test_int4_experts_with_pack_quantized_at_the_top_do_not(planted, check):
+    weight_only = format_at_top("pack-quantized", input_activations=None)
+    assert check(planted("w4a8", config=weight_only))["sglang"].loads
+
+
 def one_code_in_a_byte(tensors):
     for name in [n for n in tensors if n.endswith("weight_packed")]:
         words = tensors.pop(name).long()

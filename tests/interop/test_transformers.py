@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
@@ -174,6 +176,20 @@ def test_from_pretrained_loads_our_weights_exactly(converted, loaded, name, form
     for (key, ours), (_, theirs) in zip(model.state_dict().items(), source.items(), strict=True):
         if ".mlp.experts." not in key:
             assert torch.equal(ours, theirs), key
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "w4a8"])
+def test_the_format_at_the_top_of_quantization_config_does_not_count(
+    converted, loaded, tmp_path, format
+):
+    """Beside the one of a group; `check` relies on it."""
+    path = shutil.copytree(converted("qwen3_moe", format), tmp_path / "c")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["format"] = "nvfp4-pack-quantized"
+    (path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    wanted = loaded("qwen3_moe", format).state_dict()
+    assert all(torch.equal(found, wanted[name]) for name, found in model.state_dict().items())
 
 
 def decoded_by_libraries(path, layer, format, loaded_model):
