@@ -21,7 +21,6 @@ from moequant.compatibility.model_classes import classes_in, classes_of
 from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects, stacked_scale_defects
 from moequant.dialects import find_dialect
-from moequant.errors import CheckpointError
 from moequant.formats import STATIC_SCHEMES
 from moequant.models import (
     ROUTED_EXPERTS,
@@ -29,7 +28,6 @@ from moequant.models import (
     check_experts,
     dtype_in,
     find_architecture,
-    read_model,
 )
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
@@ -102,8 +100,7 @@ def examine(
     read = _spread(sparse, layers, all_of_them=checkpoint.is_local)
     quantization_config = quantization_config_of(config)
     if quantization_config is None:
-        _check_plain(checkpoint)
-        roles = read_model(config, checkpoint.tensors, own).roles
+        roles = read_source(checkpoint.tensors, config, own).model.roles
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
         dialect = find_dialect(quantization_config, checkpoint.tensors)
@@ -132,15 +129,6 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
-
-
-def _check_plain(checkpoint: Checkpoint) -> None:
-    coded = next((i for i in checkpoint.tensors.values() if i.dtype in CODE_DTYPES), None)
-    if coded is not None:
-        raise CheckpointError(
-            f"{coded.name}: stored as {coded.dtype}, but config.json has no quantization_config, "
-            "so no engine knows how to decode it; fetch the checkpoint again"
-        )
 
 
 def _of_quantized(

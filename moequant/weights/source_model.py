@@ -15,7 +15,7 @@ from moequant.dialects import REGISTRY as DIALECTS
 from moequant.dialects import find_dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.names import ACTIVATION_SCALES, is_expert
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import find_architecture, read_model
 from moequant.storage.documents import read_document
 from moequant.storage.headers import DTYPE_BITS, TensorInfo
@@ -114,7 +114,7 @@ def read_source(
 
     Raises:
         CheckpointError: experts or scales are missing or have other shapes than config.json gives,
-            or config.json contradicts the tensors.
+            or config.json contradicts the tensors, or has no quantization_config of quantized ones.
         UnsupportedError: an unknown architecture, an expert that matches no pattern, or an
             unsupported quantization; names the tensor or the field.
     """
@@ -149,8 +149,7 @@ def seen_as_source(
     """A quantized source, to look up which weight a tensor is part of; None for a plain source.
 
     Raises:
-        UnsupportedError: an unknown architecture or quantization, or quantized tensors without a
-            quantization_config.
+        UnsupportedError: an unknown architecture or quantization.
         CheckpointError: as `read_source`, of quantized weights.
     """
     config = source_config(checkpoint)
@@ -176,15 +175,19 @@ def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None
     for name, info in tensors.items():
         if info.dtype not in _QUANTIZED_DTYPES and not name.endswith(_QUANTIZED_NAMES):
             continue
-        method = show((quantization_config or {}).get("quant_method"))
-        if quantization_config is None:
-            reason = "no quantization_config in config.json says how"
-        else:
-            reason = f"it belongs to no weight that config.json describes ({method})"
-        raise UnsupportedError(
-            f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and {reason}. Take "
+        found = f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and"
+        others = (
             "the unquantized release of this model, or one in a dialect that moequant reads: "
             f"{', '.join(DIALECTS)}"
+        )
+        if quantization_config is None:
+            raise CheckpointError(
+                f"{found} no quantization_config in config.json says how. Fetch its config.json "
+                f"again; if that has none either, take {others}"
+            )
+        method = show(quantization_config.get("quant_method"))
+        raise UnsupportedError(
+            f"{found} it belongs to no weight that config.json describes ({method}). Take {others}"
         )
 
 

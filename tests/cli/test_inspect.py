@@ -114,14 +114,18 @@ def prepared(make_checkpoint, tmp_path_factory):
     return prepare(convert(make_checkpoint(), out, format="nvfp4").output, target="sm100").folder
 
 
-def test_quantized_tensors_without_a_config_of_them_are_named(run, converted, tmp_path):
+def test_quantized_tensors_without_a_config_of_them_are_named_by_every_command(
+    run, converted, tmp_path
+):
     path = shutil.copytree(converted, tmp_path / "c")
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
-    result = run("inspect", path)
-    assert result.exit_code == 4
-    assert "so this checkpoint is quantized, and no quantization_config" in result.stderr
+    convert = ("convert", path, tmp_path / "out", "--format", "mxfp4")
+    for command in (("inspect", path), ("check", path), convert, (*convert, "--dry-run")):
+        result = run(*command)
+        assert result.exit_code == 3
+        assert "so this checkpoint is quantized, and no quantization_config" in result.stderr
 
 
 def test_a_prepared_folder_says_what_it_is(run, prepared):

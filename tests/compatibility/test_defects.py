@@ -925,7 +925,7 @@ def test_codes_without_a_quantization_config_are_an_error(planted, check):
     path = planted("fp8_block")
     config = (path / "config.json").read_text().replace("quantization_config", "other")
     (path / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=r"stored as F8_E4M3, but config\.json has no"):
+    with pytest.raises(CheckpointError, match=r"stored as F8_E4M3, .* no quantization_config"):
         check(path)
 
 

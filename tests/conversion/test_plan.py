@@ -280,7 +280,7 @@ def test_a_dialect_that_cannot_hold_the_format_is_refused_in_one_line():
 
 
 def test_a_quantized_source_is_refused_by_dtype():
-    with pytest.raises(UnsupportedError, match=r"F8_E4M3.*is quantized.*no quantization_config"):
+    with pytest.raises(CheckpointError, match=r"F8_E4M3.*is quantized.*no quantization_config"):
         plan(tensors=headers("F8_E4M3"))
     assert any("F64" in refusal for refusal in plan(tensors=headers("F64")).refusals)
 
@@ -296,7 +296,7 @@ def test_a_source_quantized_in_part_is_refused_by_name(leaf, dtype):
     tensors[name] = TensorInfo(
         name=name, dtype=dtype, shape=(1,), file=norm.file, start=norm.start, stop=norm.stop
     )
-    with pytest.raises(UnsupportedError, match=rf"o_proj\.{leaf}.*unquantized release"):
+    with pytest.raises(CheckpointError, match=rf"o_proj\.{leaf}.*unquantized release"):
         plan(tensors=tensors)
 
 
