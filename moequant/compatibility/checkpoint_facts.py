@@ -104,6 +104,8 @@ def examine(
         dialect, quantized = None, _NOTHING_QUANTIZED
     else:
         dialect = find_dialect(quantization_config, checkpoint.tensors)
+        if _describes_nothing(dialect, quantization_config):
+            read_source(checkpoint.tensors, config, own)  # whose error names the first code
         # What stacks the experts of a layer has no modules whose names engines would look up.
         source = read_source(checkpoint.tensors, config, own) if dialect.stacks else None
         quantized, roles = _of_quantized(
@@ -129,6 +131,11 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
+
+
+def _describes_nothing(dialect: Dialect, config: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config has no format, as that of a quantized KV cache alone."""
+    return dialect.name == "compressed-tensors" and not config.get("config_groups")
 
 
 def _of_quantized(

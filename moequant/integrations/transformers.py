@@ -248,16 +248,14 @@ def converted_layers(converted: ConvertedCheckpoint) -> list[int]:
 
     Raises:
         UnsupportedError: there is none.
+        CheckpointError: there is none by config.json, but the files hold quantized experts.
     """
     moe = converted.moe
     layers = [
         layer for layer in moe.sparse_layers if converted.format_of_experts(layer) is not None
     ]
     if not layers:
-        raise UnsupportedError(
-            f"{converted.checkpoint.path}: by config.json no layer's experts are converted; load "
-            "it with transformers directly"
-        )
+        raise converted.without_converted_experts("load it with transformers directly")
     return layers
 
 

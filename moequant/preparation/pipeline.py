@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moequant._version import __version__
 from moequant.conversion import DEFAULT_WORKERS
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError
 from moequant.formats import get_format
 from moequant.preparation.layers import check_target, layouts_of_layer, write_layer
 from moequant.progress import SilentProgress
@@ -134,10 +134,7 @@ def _expert_layouts(
             act_fn_of(converted, layer)  # refuses a function that is not computed
             layouts[layer] = layouts_of_layer(converted, layer, target, activations)
     if not layouts:
-        raise UnsupportedError(
-            f"{converted.checkpoint.path}: no routed experts were converted, so there is nothing "
-            "to prepare"
-        )
+        raise converted.without_converted_experts("there is nothing to prepare")
     return layouts
 
 

@@ -193,10 +193,7 @@ def _one_of_each_kind(checkpoint: ConvertedCheckpoint) -> list[int]:
         scheme = checkpoint.activations_of_experts(layer)
         layers.setdefault((format, checkpoint.moe.act_fn_of(layer), scheme), layer)
     if not layers:
-        raise UnsupportedError(
-            f"{checkpoint.checkpoint.path}: by config.json no layer's experts are converted; "
-            "there is nothing to compile"
-        )
+        raise checkpoint.without_converted_experts("there is nothing to compile")
     return list(layers.values())
 
 

@@ -10,7 +10,7 @@ import torch
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture
 from moequant.storage.headers import DTYPES, TensorInfo, dtype_name
-from moequant.weights.converted import stored_places
+from moequant.weights.converted import stored_places, undescribed
 from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def _on_their_own(
         seen.add(module)
         format = format_of(module)
         if format is None:
-            raise CheckpointError(
-                f"{name}: belongs to a quantized weight, but quantization_config says that its "
-                f"module is not quantized; {_NEXT}"
-            )
+            raise undescribed(name)
         suffixes = dialect.encoding(format).suffixes
         parts = {s: tensors[n] for s in suffixes if (n := f"{module}.{s}") in tensors}
         block = block_of(module)

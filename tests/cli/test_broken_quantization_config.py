@@ -1,4 +1,4 @@
-"""`inspect`, `check` and `convert` say the same of a quantization_config beside plain weights."""
+"""Commands say the same of a quantization_config that is not that of the weights."""
 
 from __future__ import annotations
 
@@ -73,3 +73,32 @@ def test_plain_weights_beside_a_known_method_are_said(run, with_entry):
     assert done.exit_code == 0
     assert "has a quantization_config" in done.stderr
     assert "its weights are not quantized" in done.stderr
+
+
+CODE = "weight_global_scale: belongs to a quantized weight, but quantization_config says"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([name, "PATH", *arguments] for name, arguments in COMMANDS.items()),
+        ["generate", "PATH", "--prompt-ids", "1,2"],
+        ["prepare", "PATH", "--target", "sm90"],
+        ["warm-up", "PATH", "--device", "cpu"],
+    ],
+)
+def test_codes_of_which_no_group_has_the_format_are_refused(run, converted, tmp_path, command):
+    path = shutil.copytree(converted, tmp_path / "c")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {}
+    (path / "config.json").write_text(json.dumps(config))
+    done = run(*(path if word == "PATH" else word for word in command))
+    assert done.exit_code == 3
+    assert CODE in done.stderr
+
+
+def test_a_quantized_kv_cache_alone_is_no_quantized_weight(run, with_entry):
+    entry = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}
+    path = with_entry(entry)
+    assert "none found, though config.json says compressed-tensors" in run("inspect", path).stdout
+    assert "none found, though config.json says compressed-tensors" in run("check", path).stdout
