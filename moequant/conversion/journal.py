@@ -31,7 +31,7 @@ from moequant.storage.disk import (
     replace_file,
     sha256_of,
 )
-from moequant.storage.documents import REMEDY, read_document
+from moequant.storage.documents import MAX_BYTES, REMEDY, read_document
 from moequant.storage.files import WORK_FOLDER
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
@@ -177,6 +177,9 @@ class Journal:
         """The finished shards among `files`; each is read once to check its digest.
 
         Everything else in `shards` is removed to free its space.
+
+        Raises:
+            MoequantError: the journal is larger than any, or a shard cannot be removed.
         """
         read = filter(None, map(parse_line, self._read_lines()))
         entries = {entry.file: entry for entry in read if entry.file in files}
@@ -210,8 +213,20 @@ class Journal:
         return None
 
     def _read_lines(self) -> list[bytes]:
-        """Lines of the journal with line ends; the last may be incomplete."""
-        return self._lines.read_bytes().splitlines(keepends=True) if self._lines.exists() else []
+        """Lines of the journal with line ends; the last may be incomplete.
+
+        Raises:
+            MoequantError: it is larger than any journal.
+        """
+        if not self._lines.exists():
+            return []
+        size = self._lines.stat().st_size
+        if size > MAX_BYTES:
+            raise MoequantError(
+                f"{self._lines}: {size} bytes, but at most {MAX_BYTES} are allowed, so it does not "
+                "say which shards are finished; remove it and run again, which converts all of them"
+            )
+        return self._lines.read_bytes().splitlines(keepends=True)
 
 
 def is_unfinished(output: Path) -> bool:

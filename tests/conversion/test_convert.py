@@ -315,6 +315,22 @@ def test_notes_of_unfinished_work_that_are_no_files_are_named(
         convert(source, begun, format="mxfp4", max_shard_size=SHARDS)
 
 
+def test_a_journal_of_gigabytes_is_refused_without_reading_it(source, begun, monkeypatch):
+    path = begun / ".moequant" / "journal.jsonl"
+    os.truncate(path, 1 << 40)
+    before = path.stat()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    message = (
+        r"journal\.jsonl: 1099511627776 bytes, but at most 100000000 are.*; remove it and run again"
+    )
+    with pytest.raises(MoequantError, match=message):
+        convert(source, begun, format="mxfp4", max_shard_size=SHARDS)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    monkeypatch.undo()
+    path.unlink()
+    assert convert(source, begun, format="mxfp4", max_shard_size=SHARDS).state == "converted"
+
+
 def test_a_folder_among_finished_shards_is_named(source, begun):
     (begun / ".moequant" / "shards" / "mine").mkdir()
     with pytest.raises(MoequantError, match="shards/mine: cannot be removed: Is a directory"):
