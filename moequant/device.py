@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from moequant.errors import UnsupportedError
 
 _OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'
+_MEMORY = Path("/proc/meminfo")
+"""Linux's figures, in KiB."""
 
 
 def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) -> torch.device:
@@ -28,6 +32,17 @@ def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) ->
         raise UnsupportedError(
             f"device {str(device)!r} cannot be used: {reason}; {advice}"
         ) from error
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The memory of a device that is free, or can be freed; None if that is not known."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type != "cpu" or not _MEMORY.is_file():
+        return None
+    stated = (line.split() for line in _MEMORY.read_text().splitlines())
+    return next((1024 * int(kib[0]) for name, *kib in stated if name == "MemAvailable:"), None)
 
 
 def _reason(message: str) -> str:

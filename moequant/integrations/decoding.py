@@ -30,9 +30,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from moequant.errors import UnsupportedError
+from moequant.compatibility.kv_cache import kv_cache
+from moequant.device import free_bytes
+from moequant.errors import MoequantError, UnsupportedError
 from moequant.integrations.library import import_transformers
 from moequant.runtime import FusedExperts
+from moequant.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -83,12 +86,14 @@ def static_cache(model: PreTrainedModel, max_tokens: int) -> Cache:
     Raises:
         UnsupportedError: no static cache holds the states of this model's layers, or `max_tokens`
             is less than 1.
+        MoequantError: the device has no memory for one sequence of `max_tokens`.
     """
     reason = why_not_static(model)
     if reason is not None:
         raise UnsupportedError(f"{type(model).__name__} has no static cache: {reason}; {_EAGER}")
     if max_tokens < 1:
         raise UnsupportedError(f"max_tokens is {max_tokens}, but must be at least 1")
+    _check_memory(model, max_tokens)
     from transformers import cache_utils
 
     config = model.config.get_text_config(decoder=True)
@@ -97,6 +102,20 @@ def static_cache(model: PreTrainedModel, max_tokens: int) -> Cache:
         if type(layer) is cache_utils.StaticSlidingWindowLayer:
             cache.layers[index] = cache_utils.StaticLayer(max_cache_len=max_tokens)
     return cache
+
+
+def _check_memory(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse a cache that the device cannot hold, by the least that it takes, if that is known."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    kv, free = kv_cache(model.config.to_dict(), layers, tp=1), free_bytes(model.device)
+    if kv is None or free is None:
+        return
+    needed = max_tokens * (kv.token_bytes + kv.window_token_bytes)
+    if needed > free:
+        raise MoequantError(
+            f"a static cache of {max_tokens} tokens takes {size(needed)}, but {model.device} has "
+            f"{size(free)} free; ask for fewer tokens (--max-new-tokens), or free memory"
+        )
 
 
 def use_static_cache(model: PreTrainedModel) -> None:
