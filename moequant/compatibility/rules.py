@@ -131,6 +131,11 @@ class EngineRule:
     to_capability: tuple[int, int] | None = None
     anything: bool = False
 
+    @property
+    def is_about_model(self) -> bool:
+        """Whether it applies however weights are stored."""
+        return self.anything and not (self.dialects or self.formats or self.defect)
+
     def holds(self, facts: Facts, engine: EngineInfo, placement: Placement) -> bool:
         """Whether the rule applies to a checkpoint on an engine."""
         return (
@@ -233,6 +238,12 @@ def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
     """All failures and cautions, each once."""
     messages = (text for verdict in verdicts for text in (*verdict.why, *verdict.cautions))
     return list(dict.fromkeys(messages))
+
+
+def failures_of_model(verdict: Verdict) -> list[str]:
+    """What fails however weights are stored, as of a key that config.json lacks."""
+    of_model = {rule.id for rule in rules() if rule.is_about_model}
+    return [said.message for said in verdict.against if said.rule in of_model]
 
 
 def rules() -> Sequence[EngineRule]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moequant.compatibility import ENGINES
+from moequant.compatibility.rules import failures_of_model
 from moequant.conversion.output_dialect import serving_dialects
 from moequant.errors import UnsupportedError
 
@@ -27,12 +28,17 @@ def plan_for_engine(plan: Plan, engine: str, plan_by: Callable[[Recipe], Plan]) 
 
     Raises:
         UnsupportedError: the engine is not known to load the output in any dialect, or not in the
-            one that the recipe names.
+            one that the recipe names; or not the model, whatever its format.
     """
     verdict = _verdict(plan, engine)
     if plan.refusals or verdict is None or verdict.loads:
         return plan
     title = ENGINES[engine].title
+    if failures := failures_of_model(verdict):
+        raise UnsupportedError(
+            f"{title} does not load this model in any format: {' '.join(failures)} Or leave out "
+            "--for"
+        )
     formats = dict.fromkeys(unit.format for unit in plan.units)
     why = " ".join(verdict.why) or f"No rule says that {title} loads it."
     if plan.recipe.output.dialect is not None:

@@ -94,3 +94,28 @@ def test_nothing_is_asked_of_an_output_in_bf16(make_checkpoint, tmp_path):
         tmp_path / "fp8", tmp_path / "out", format="bf16", engine="sglang", dry_run=True
     )
     assert result.plan.engines == ()
+
+
+@pytest.mark.parametrize("settings", [{}, {"dialect": "modelopt"}])
+def test_a_model_that_the_engine_loads_in_no_format_is_not_advised_another(
+    make_checkpoint, tmp_path, settings
+):
+    """config.json lacks a key that vLLM asks of DeepSeek-V3."""
+    source = make_checkpoint(tmp_path / "source", model_type="deepseek_v3")
+    config = json.loads((source / "config.json").read_text())
+    del config["topk_method"]
+    (source / "config.json").write_text(json.dumps(config))
+    message = "vLLM 0.33 does not load this model in any format: .* finds no topk_method"
+    with pytest.raises(UnsupportedError, match=message) as refused:
+        convert(source, tmp_path / "out", format="nvfp4", engine="vllm", **settings)
+    assert 'Add to config.json what the release has: "topk_method"' in str(refused.value)
+    assert "another format" not in str(refused.value)
+    assert "dialect" not in str(refused.value)
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4", "mxfp4", "w4a8", "fp8_channel", "mxfp8"])
+def test_a_deepseek_v3_as_released_is_written_for_vllm(make_checkpoint, tmp_path, format):
+    source = make_checkpoint(model_type="deepseek_v3")
+    plan = convert(source, tmp_path / "out", format=format, engine="vllm", dry_run=True).plan
+    assert next(verdict for verdict in plan.engines if verdict.engine == "vLLM").loads
+    assert not any(text.startswith("written in") for text in plan.warnings)
