@@ -20,6 +20,17 @@ _CONVERTIBLE, _WRITABLE = "moequant.formats:CONVERTIBLE", "moequant.formats:WRIT
 _Command = TypeVar("_Command", bound="Callable[..., Any] | click.Command")
 
 
+class _Name(click.types.StringParamType):
+    """A text; where it is missing, the error lists the names in `registry`."""
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        """As ParamType."""
+        return f"Use one of: {', '.join(resolve_name(self._registry))}"
+
+
 def _name_option(
     flag: str, registry: str, kind: str, *, name: str | None = None, **attributes: Any
 ) -> Callable[[_Command], _Command]:
@@ -39,7 +50,12 @@ def _name_option(
 
     names = (flag,) if name is None else (flag, name)
     return click.option(
-        *names, metavar="NAME", callback=check, shell_complete=complete, **attributes
+        *names,
+        type=_Name(registry),
+        metavar="NAME",
+        callback=check,
+        shell_complete=complete,
+        **attributes,
     )
 
 

@@ -84,6 +84,12 @@ def test_source_checkpoint_exits_3(run, source):
     assert run("prepare", source, "--target", "sm90", "--json").exit_code == 3
 
 
+def test_a_missing_target_is_answered_with_the_targets(run, converted):
+    result = run("prepare", converted)
+    assert result.exit_code == 2
+    assert "Missing option '--target'. Use one of: sm90, sm100\n" in result.stderr
+
+
 def test_unknown_target_is_wrong_usage(run, converted):
     assert run("prepare", converted, "--target", "sm42", "--json").exit_code == 2
 
