@@ -29,6 +29,7 @@ from moequant.models import (
     dtype_in,
     find_architecture,
 )
+from moequant.storage.documents import non_finite_text
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
     quantization_config_of,
@@ -119,7 +120,11 @@ def examine(
             classes_in(config),
         )
     return Examined(
-        facts=Facts(**facts_of_model(config, architecture, moe), **quantized),
+        facts=Facts(
+            **facts_of_model(config, architecture, moe),
+            **quantized,
+            not_finite=non_finite_text(checkpoint.config),
+        ),
         architecture=architecture,
         moe=moe,
         layers=sparse,

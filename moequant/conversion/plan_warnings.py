@@ -9,8 +9,7 @@ from moequant.compatibility.checkpoint_facts import facts_of_model
 from moequant.conversion.units import Copy
 from moequant.formats import get_format
 from moequant.models import ROUTED_EXPERTS, SHARED_EXPERTS
-from moequant.storage.documents import non_finite_numbers
-from moequant.units import first_of
+from moequant.storage.documents import non_finite_text
 from moequant.weights.source_model import quantization_config_of
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from moequant.models import Model
     from moequant.weights.encoded import EncodedInfo
     from moequant.weights.source_model import SourceModel
-
-_LITERALS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_PLACES_SHOWN, _MAX_PLACE = 3, 100
 
 
 def engine_verdicts(
@@ -103,10 +99,9 @@ def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     layers have `"time_step_limit": [0.0, Infinity]`.
     """
     copied = {key: value for key, value in config.items() if key != "quantization_config"}
-    found = [f"{p:.{_MAX_PLACE}} is {_LITERALS[str(x)]}" for p, x in non_finite_numbers(copied)]
-    if found:
+    if found := non_finite_text(copied):
         yield (
-            f"{path}: {first_of(found, _PLACES_SHOWN)}, which JSON does not have; Python "
+            f"{path}: {found}, which JSON does not have; Python "
             "reads it, but other readers refuse the file. The output's is the same: correct the "
             "source's, unless the model was released so"
         )

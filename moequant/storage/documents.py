@@ -19,6 +19,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
+from moequant.units import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,8 @@ show_name = _NAMES.repr
 
 REMEDY = "correct it or fetch it again"
 _MAX_DEPTH = 100
+_PLACES_SHOWN, _MAX_PLACE = 3, 100
+_LITERALS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 # A tensor takes 48 bytes of header and three brackets; small files are not limited.
 _BYTES_A_BRACKET = 8
 _SMALL_BYTES = 1_000_000
@@ -104,6 +107,13 @@ def non_finite_numbers(document: Mapping[str, Any]) -> Iterator[tuple[str, float
             left += reversed(inner)
         elif isinstance(value, list):
             left += reversed([(f"{place}[{i}]", part) for i, part in enumerate(value)])
+
+
+def non_finite_text(document: Mapping[str, Any]) -> str:
+    """As `non_finite_numbers`, in words, such as "rms_norm_eps is NaN"; empty if there is none."""
+    found = non_finite_numbers(document)
+    said = [f"{place:.{_MAX_PLACE}} is {_LITERALS[str(value)]}" for place, value in found]
+    return first_of(said, _PLACES_SHOWN)
 
 
 def _children(value: object) -> Iterable[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -462,3 +463,26 @@ def test_a_config_that_transformers_made_is_refused_by_convert_and_check(
         assert said in engines["vllm"].against[0].text
         assert engines["vllm"].loads is engines["sglang"].loads is False
         assert [one.rule for one in engines["sglang"].against] == ["deepseek-router-keys-sglang"]
+
+
+@pytest.mark.parametrize("format", [None, "fp8_channel"])
+def test_numbers_that_json_lacks_are_a_caution(converted, make_checkpoint, check, tmp_path, format):
+    path = shutil.copytree(
+        make_checkpoint() if format is None else converted(format), tmp_path / "c"
+    )
+    assert not [s for engine in check(path).values() for s in engine.remarks]
+    config = json.loads((path / "config.json").read_text())
+    config |= {"time_step_limit": [0.0, math.inf], "rope_theta": math.nan}
+    (path / "config.json").write_text(json.dumps(config))
+    engines = check(path)
+    for key in ("transformers", "vllm", "sglang"):
+        (said,) = engines[key].remarks
+        assert engines[key].loads
+        found = "time_step_limit[1] is Infinity, rope_theta is NaN in config.json, which JSON does"
+        assert said.text.startswith(found)
+
+
+def test_convert_says_so_once(make_checkpoint, tmp_path):
+    source = make_checkpoint(tmp_path / "source", config={"rms_norm_eps": math.nan})
+    plan = convert(source, tmp_path / "out", format="fp8_block", dry_run=True).plan
+    assert len([text for text in plan.warnings if "rms_norm_eps is NaN" in text]) == 1
