@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from moequant.kernels.cuda_driver import tensor_map
-from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
 from moequant.kernels.sm90.tiling import Tiling, Tilings
+from moequant.kernels.sm90.weights import Sm90Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from moequant.kernels.sm90.buffers import Buffers
 
 
 _EXTRA_ROWS = 16

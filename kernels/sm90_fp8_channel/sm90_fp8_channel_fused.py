@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.kernels.cuda_driver import tensor_map
-from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
+from moequant.kernels.sm90.weights import Sm90Weights
 from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moequant.kernels.sm90.buffers import Buffers
     from moequant.kernels.sm90.tiling import Tiling
 
 _GROUPS = 8

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
 from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.tiling import Tiling, Tilings
+from moequant.kernels.sm90.weights import Sm90Weights
 from moequant.kernels.sm90_w4a16.layout import panel_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from moequant.kernels.sm90.buffers import Buffers
 
 # Of tiles of more than 64 rows, whose products take most of the time, in proportion to the rows.
 # With more classes than these, ptxas waits for each product.

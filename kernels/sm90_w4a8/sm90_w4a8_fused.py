@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moequant.kernels.sm90.fused import Buffers, Sm90Weights
 from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
 from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.tiling import Tiling, Tilings
+from moequant.kernels.sm90.weights import Sm90Weights
 from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from moequant.kernels.sm90.buffers import Buffers
 
 
 _PANEL_BYTES = {"w4a8": int4_layout.PANEL_BYTES, "mxfp4": mxfp4_layout.PANEL_BYTES}

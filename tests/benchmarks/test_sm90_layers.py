@@ -16,7 +16,10 @@ from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
 from moequant.errors import NumericsError
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.sm90 import fused, quantize_permute
+from moequant.kernels.sm90 import plan as sm90_plan
+from moequant.kernels.sm90 import quantize_permute
+from moequant.kernels.sm90 import weights as sm90_weights
+from moequant.kernels.sm90.weights import Sm90Weights
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends.sm90_fp8_block import Sm90Fp8Block
 from moequant.runtime.backends.sm90_w4a8 import Sm90W4a8
@@ -49,10 +52,10 @@ def sm90(monkeypatch):
         monkeypatch.setattr(backend, "supports", lambda self, workload: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
-    monkeypatch.setattr(fused, "GroupedGemm", Idle)
+    monkeypatch.setattr(sm90_plan, "stream_of", lambda device: 0)
+    monkeypatch.setattr(sm90_weights, "GroupedGemm", Idle)
     compiled = []
-    monkeypatch.setattr(fused, "compile_ahead", lambda configs: compiled.append([*configs]))
+    monkeypatch.setattr(sm90_weights, "compile_ahead", lambda configs: compiled.append([*configs]))
     return compiled
 
 
@@ -69,7 +72,7 @@ def call_each(contenders, *, rests):
 def test_stages_are_the_launches_of_a_call(monkeypatch, format, tokens, sorts):
     timed = {}
     monkeypatch.setattr(quantize_permute, "FEW_PAIRS", {128: 8, 0: 8})
-    monkeypatch.setattr(fused, "FEW_PAIRS", {128: 8, 0: 8})
+    monkeypatch.setattr(sm90_plan, "FEW_PAIRS", {128: 8, 0: 8})
     monkeypatch.setattr(
         stages, "time_interleaved", lambda c, rests: timed.update(c) or call_each(c, rests=rests)
     )
@@ -91,9 +94,9 @@ def test_more_tokens_than_a_part_have_the_stages_and_the_tiling_of_a_part(monkey
     experts = FusedExperts(
         random_experts(SHAPE, format, CPU), backend=f"sm90_{format}", max_tokens=40
     )
-    plan = fused.Sm90Plan
+    plan = Sm90Weights.plan
     monkeypatch.setattr(
-        fused, "Sm90Plan", lambda w, M, T, **rest: asked.append(M) or plan(w, M, T, **rest)
+        Sm90Weights, "plan", lambda w, M, T, **rest: asked.append(M) or plan(w, M, T, **rest)
     )
     stages.time_stages(experts, random_inputs(SHAPE, 100, CPU, 0), rests=False)
     assert asked == [34]
@@ -118,13 +121,13 @@ def test_a_call_of_known_kinds_repeats_the_launches_of_the_first(monkeypatch, fo
     log = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("prepare", "quantize_rows", "weighted_reduce"):
-        launched = getattr(fused, name)
+        launched = getattr(sm90_plan, name)
 
         def known(*args, launched=launched, name=name, **kwargs):
             launched(*args, **kwargs)
             return Relaunches(name, log)
 
-        monkeypatch.setattr(fused, name, known)
+        monkeypatch.setattr(sm90_plan, name, known)
     experts = FusedExperts(random_experts(SHAPE, format, CPU), backend=f"sm90_{format}")
     weights = experts.packed().kernel_weights
     workspace = torch.zeros(weights.workspace_bytes(3, 2), dtype=torch.uint8)
@@ -161,7 +164,7 @@ class RightBut:
 @pytest.fixture(params=["fp8_block", "w4a8"])
 def layer(request, monkeypatch):
     monkeypatch.setattr(RightBut, "experts", random_experts(SHAPE, request.param, CPU))
-    monkeypatch.setattr(fused, "Sm90Plan", RightBut)
+    monkeypatch.setattr(Sm90Weights, "plan", lambda w, M, T, **rest: RightBut(w, M, T, **rest))
     monkeypatch.setattr(tune, "time_interleaved", call_each)
     return tune.TunedLayer(SHAPE, request.param, f"sm90_{request.param}", CPU)
 
@@ -184,7 +187,7 @@ def test_the_kernels_of_all_tilings_are_compiled_together(layer, sm90):
 def test_a_tiling_is_compared_with_the_reference_of_the_same_activations(monkeypatch, activations):
     weights, compared = random_experts(SHAPE, "mxfp4", CPU), []
     monkeypatch.setattr(RightBut, "experts", weights)
-    monkeypatch.setattr(fused, "Sm90Plan", RightBut)
+    monkeypatch.setattr(Sm90Weights, "plan", lambda w, M, T, **rest: RightBut(w, M, T, **rest))
     monkeypatch.setattr(tune, "time_interleaved", call_each)
     monkeypatch.setattr(tune, "check_output", lambda who, got, want, pick: compared.append(want))
     backend = "sm90_mxfp4_fp8" if activations == "fp8_token" else "sm90_w4a16"

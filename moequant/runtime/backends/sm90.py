@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.kernels.sm90.fused import Sm90Weights
+    from moequant.kernels.sm90.weights import Sm90Weights
     from moequant.runtime.backends.base import Backend
     from moequant.runtime.workload import Workload
 

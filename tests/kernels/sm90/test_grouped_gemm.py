@@ -20,9 +20,9 @@ from moequant.kernels import calls
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.cuda_driver import TensorMap
 from moequant.kernels.sm90 import grouped_gemm
-from moequant.kernels.sm90.fused import Buffers, Sm90Plan, routed
 from moequant.kernels.sm90.grouped_gemm import ActArguments, RoutingArguments, compile_ahead
 from moequant.kernels.sm90.tiling import Tiling
+from moequant.kernels.sm90.weights import routed
 from moequant.kernels.sm90_fp8_block import sm90_fp8_block_fused
 from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockWeights
 from moequant.kernels.sm90_fp8_channel import sm90_fp8_channel_fused
@@ -150,7 +150,7 @@ def tilings(family):
 
 def configs(weights, tiling):
     """The two GEMMs of a layer."""
-    buffers = Buffers.carve(weights, 4, 8, tiling, WorkspaceArena())
+    buffers = weights.buffers(4, 8, tiling, WorkspaceArena())
     return [config for config, _ in weights.gemms(4, 8, tiling, buffers)]
 
 
@@ -220,7 +220,7 @@ def test_a_kernel_is_launched_with_its_parameters(weights_of, launches, tiling):
     if tiling.gather and not weights.family.gather_rows:
         tiling = Tiling(rows=tiling.rows)
     workspace = torch.zeros(weights.workspace_bytes(M, T, tiling), dtype=torch.uint8)
-    plan = Sm90Plan(weights, M, T, workspace=workspace, tiling=tiling)
+    plan = weights.plan(M, T, workspace=workspace, tiling=tiling)
     assert routed(tiling, M * T) == (tiling.rows == 8)
     assert len(launches) == 2
     b = plan.buffers
@@ -292,7 +292,7 @@ def test_a_workspace_holds_every_part_of_a_call(weights_of, monkeypatch):
         for part in (512, tokens % 512) if tokens > 512 else (tokens,):
             if part:
                 tiling = weights.tiling(part, T)
-                Buffers.carve(weights, part, T, tiling, WorkspaceArena(workspace))
+                weights.buffers(part, T, tiling, WorkspaceArena(workspace))
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from moequant.benchmarks.experts import calc_diff
 from moequant.formats import quantize
 from moequant.kernels import tensor_scale
 from moequant.kernels.launch import INTERPRETED
-from moequant.kernels.sm90 import fused, quantize_permute
+from moequant.kernels.sm90 import plan as sm90_plan
+from moequant.kernels.sm90 import quantize_permute
+from moequant.kernels.sm90 import weights as sm90_weights
 from moequant.kernels.sm90.tiling import Tiling
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelWeights
 from moequant.runtime import ExpertWeights, FusedExperts
@@ -68,8 +70,8 @@ def sm90(monkeypatch):
     monkeypatch.setattr(Sm90Fp8Channel, "supports", lambda self, workload: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fused, "stream_of", lambda device: 0)
-    monkeypatch.setattr(fused, "GroupedGemm", Gemm)
+    monkeypatch.setattr(sm90_plan, "stream_of", lambda device: 0)
+    monkeypatch.setattr(sm90_weights, "GroupedGemm", Gemm)
     gemm = Fp8ChannelWeights.gemm
 
     def with_tensors(self, common, *arguments):
