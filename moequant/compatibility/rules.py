@@ -11,7 +11,7 @@ from moequant.compatibility.facts import UNQUANTIZED, Placement, padded_vocabula
 from moequant.compatibility.tables import fields_of, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from moequant.compatibility.facts import Defect, Facts
 
@@ -24,6 +24,26 @@ _DIVIDED_COLUMNS = ("o_proj", "down_proj", "w2")
 _DIVIDED_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3")
 # Those that it divides up to one head a rank; more ranks have copies.
 _DIVIDED_HEADS = ("k_proj", "v_proj")
+_CONDITIONS: Mapping[str, Callable[[Facts, Placement], bool]] = {
+    "kept": lambda facts, _: facts.some_kept,
+    "not loaded": lambda facts, _: facts.not_loaded is not None,
+    "several": lambda facts, _: len(facts.experts) > 1,
+    "fp4 activations": lambda facts, _: facts.fp4_activations,
+    "ragged": lambda facts, _: facts.ragged,
+    "float16": lambda facts, _: facts.dtype == "float16",
+    "shared apart": lambda facts, _: facts.shared_apart,
+    "no classes": lambda facts, _: facts.classes == (),
+    "another model": lambda facts, _: facts.names_another_model,
+    "another task": lambda facts, _: facts.names_another_task,
+    "unknown act_fn": lambda facts, _: facts.unknown_act_fn is not None,
+    "not finite": lambda facts, _: bool(facts.not_finite),
+    "unquantized": lambda facts, _: facts.dialect == UNQUANTIZED,
+    "several ranks": lambda _, at: at.tp > 1 or at.ep > 1,
+    "ep no multiple of tp": lambda _, at: at.ep > 1 and at.ep % at.tp > 0,
+    "tp no multiple of ep": lambda _, at: at.tp % at.ep > 0,
+    "kv heads and tp do not divide": lambda facts, at: _neither_divides(facts.kv_heads, at.tp),
+}
+"""What `when` of a rule may say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +166,7 @@ class EngineRule:
             and (not self.model_types or facts.model_type in self.model_types)
             and facts.model_type not in self.other_model_types
             and self.static in (None, facts.static)
-            and (not self.when or _happens(self.when, facts, placement))
+            and (not self.when or _CONDITIONS[self.when](facts, placement))
             and (not self.lacks or bool(self.lacking(facts)))
             and (not self.defect or self.found_in(facts, engine) is not None)
             and (self.multiples is None or self._cuts_apart(facts, engine, placement))
@@ -279,29 +299,6 @@ def _options(holding: Iterable[EngineRule]) -> tuple[str, ...]:
     return tuple({text.split()[0]: text for rule in holding for text in rule.options}.values())
 
 
-def _happens(when: str, facts: Facts, placement: Placement) -> bool:
-    happening = {
-        "kept": facts.some_kept,
-        "not loaded": facts.not_loaded is not None,
-        "several": len(facts.experts) > 1,
-        "fp4 activations": facts.fp4_activations,
-        "ragged": facts.ragged,
-        "float16": facts.dtype == "float16",
-        "shared apart": facts.shared_apart,
-        "no classes": facts.classes == (),
-        "another model": facts.names_another_model,
-        "another task": facts.names_another_task,
-        "unknown act_fn": facts.unknown_act_fn is not None,
-        "not finite": bool(facts.not_finite),
-        "unquantized": facts.dialect == UNQUANTIZED,
-        "several ranks": placement.tp > 1 or placement.ep > 1,
-        "ep no multiple of tp": placement.ep > 1 and placement.ep % placement.tp > 0,
-        "tp no multiple of ep": placement.tp % placement.ep > 0,
-        "kv heads and tp do not divide": _neither_divides(facts.kv_heads, placement.tp),
-    }
-    return happening[when]
-
-
 def _neither_divides(heads: int | None, ranks: int) -> bool:
     return heads is not None and max(heads, ranks) % min(heads, ranks) > 0
 
@@ -338,6 +335,7 @@ def _table() -> tuple[dict[str, EngineInfo], Sequence[EngineRule]]:
 
 def _read(entry: Mapping[str, Any]) -> EngineRule:
     rule = EngineRule(**fields_of(entry))
+    assert not rule.when or rule.when in _CONDITIONS, entry
     assert bool(rule.why) != rule.loads, entry
     assert rule.loads or not (rule.caution or rule.options), entry
     return rule
