@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moequant.compatibility.modules import Module
 
     Lookup = Callable[[Module], bool]
+    _Lookups = Callable[[Mapping[str, Any], MergedLayers, MergedLayers], dict[str, Lookup]]
 
 _SPLIT = (".qkv_proj", ".gate_up_proj")
 """Merged layers whose parts engines know where a class does not list them."""
@@ -56,39 +57,52 @@ def lookups(
         CheckpointError: a field of the config has the wrong type, or a list has no regular
             expression where it must.
     """
+    of_dialect = _LOOKUPS.get(dialect)
+    if of_dialect is None:
+        return {}
     names = [module.name for module in modules]
     vllm, sglang = (MergedLayers(engine, names, classes) for engine in ("vLLM", "SGLang"))
-    if dialect == "compressed-tensors":
-        return {"vLLM": _ct_vllm(config, vllm), "SGLang": _ct_sglang(config, sglang)}
-    if dialect in ("fp8", "fp8-ue8m0"):
-        kept = names_field(config, "ignored_layers", _WHERE)
-        kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
-        return {"vLLM": _fp8_vllm(kept, vllm), "SGLang": _fp8_sglang(kept, sglang)}
-    if dialect == "w4afp8":
-        return {"SGLang": _all_but_routers}
-    if dialect == "deepseek-v4":
-        # Each engine looks up names of its own, and builds routers unquantized.
-        return dict.fromkeys(("vLLM", "SGLang", "transformers", "moequant"), _all_but_routers)
-    if dialect == "modelopt":
-        kept = names_field(config, "ignore", _WHERE)
-        kept = kept or names_field(config, "exclude_modules", _WHERE)
-        layers = mapping_field(config, "quantized_layers", _WHERE)
-        in_sglang = _modelopt(KeptInSglang(kept), layers, sglang, guesses=False)
-        if str(config.get("quant_algo")).upper() == "MXFP8":
-            # It makes a config of the dialect fp8 of it, with blocks of 1 x 32.
-            in_sglang = _fp8_sglang(kept, sglang)
-        return {
-            "vLLM": _modelopt(KeptInVllm(kept), layers, vllm, guesses=True),
-            "SGLang": in_sglang,
-        }
-    return {}
+    return of_dialect(config, vllm, sglang)
+
+
+def _compressed_tensors(
+    config: Mapping[str, Any], vllm: MergedLayers, sglang: MergedLayers
+) -> dict[str, Lookup]:
+    return {"vLLM": _ct_vllm(config, vllm), "SGLang": _ct_sglang(config, sglang)}
+
+
+def _fp8(config: Mapping[str, Any], vllm: MergedLayers, sglang: MergedLayers) -> dict[str, Lookup]:
+    kept = names_field(config, "ignored_layers", _WHERE)
+    kept = kept or names_field(config, "modules_to_not_convert", _WHERE)
+    return {"vLLM": _fp8_vllm(kept, vllm), "SGLang": _fp8_sglang(kept, sglang)}
+
+
+def _modelopt(
+    config: Mapping[str, Any], vllm: MergedLayers, sglang: MergedLayers
+) -> dict[str, Lookup]:
+    kept = names_field(config, "ignore", _WHERE)
+    kept = kept or names_field(config, "exclude_modules", _WHERE)
+    layers = mapping_field(config, "quantized_layers", _WHERE)
+    in_sglang = _modelopt_lookup(KeptInSglang(kept), layers, sglang, guesses=False)
+    if str(config.get("quant_algo")).upper() == "MXFP8":
+        # It makes a config of the dialect fp8 of it, with blocks of 1 x 32.
+        in_sglang = _fp8_sglang(kept, sglang)
+    return {
+        "vLLM": _modelopt_lookup(KeptInVllm(kept), layers, vllm, guesses=True),
+        "SGLang": in_sglang,
+    }
+
+
+def _every_linear(*engines: str) -> _Lookups:
+    """Of engines that take all but routers for quantized, whatever the config lists."""
+    return lambda config, vllm, sglang: dict.fromkeys(engines, _all_but_routers)
 
 
 def _all_but_routers(module: Module) -> bool:
     return module.group != ROUTER
 
 
-def _modelopt(
+def _modelopt_lookup(
     kept: KeptInVllm | KeptInSglang, layers: Collection[str], merged: MergedLayers, *, guesses: bool
 ) -> Lookup:
     """By the list of kept modules and, of a mixture, by `quantized_layers`.
@@ -277,3 +291,15 @@ def _of_first_expert(module: Module) -> str:
     if block is None:
         return module.name
     return f"{block}.0.{module.name.removeprefix(block).split('.', 2)[2]}"
+
+
+_LOOKUPS: Mapping[str, _Lookups] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fp8-ue8m0": _fp8,
+    "w4afp8": _every_linear("SGLang"),
+    # Each engine looks up names of its own, and builds routers unquantized.
+    "deepseek-v4": _every_linear("vLLM", "SGLang", "transformers", "moequant"),
+    "modelopt": _modelopt,
+}
+"""By dialect, from its config and how vLLM and SGLang merge layers to what `lookups` returns."""
