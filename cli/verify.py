@@ -169,7 +169,7 @@ def _remedy(report: Report | IntegrityReport) -> str:
             "name the checkpoint it was converted from, which is another or was another version, "
             "or convert again with --overwrite"
         )
-    if all(problem.message.endswith("remove it") for problem in report.problems):
+    if all(problem.stray for problem in report.problems):
         return "remove these files"
     if all(problem.check == "backend" for problem in report.problems):
         return "serve with another backend; the weights are right"

@@ -33,14 +33,20 @@ class Problem:
         check: the check that found it.
         name: the tensor, file or field.
         message: what was found and what was expected.
+        stray: whether it is that a file is there, and removing it is all there is to do.
     """
 
     check: Check
     name: str
     message: str
+    stray: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}"
+
+    def to_json(self) -> dict[str, str]:
+        """Plain data, fit for a JSON document; the message says what to do."""
+        return {"check": self.check, "name": self.name, "message": self.message}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +241,8 @@ class IntegrityReport(Outcome):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys, fit for a JSON document."""
-        return {"ok": self.ok, **asdict(self)}
+        problems = [problem.to_json() for problem in self.problems]
+        return {"ok": self.ok, **asdict(self), "problems": problems}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +295,7 @@ class Report(Outcome):
             "ok": self.ok,
             **vars(self),
             "quantizer": quantizer and {"name": quantizer.name, "reason": quantizer.reason},
-            "problems": [asdict(problem) for problem in self.problems],
+            "problems": [problem.to_json() for problem in self.problems],
             "counts": dict(self.counts),
             "formats": [summary.to_json() for summary in self.formats],
             "worst_weights": [weight.to_json() for weight in self.worst_weights],

@@ -164,9 +164,8 @@ def _read_headers(
 
 def _compare_files(named: Counter[str], present: set[str], findings: Findings) -> None:
     for file in sorted(present - named.keys(), key=natural_key):
-        findings.add(
-            "files", file, "no index entry leads here, yet some loaders read it; remove it"
-        )
+        message = "no index entry leads here, yet some loaders read it; remove it"
+        findings.add("files", file, message, stray=True)
     for file in sorted(named.keys() - present, key=natural_key):
         findings.add("files", file, f"missing, but the index lists {named[file]} tensors in it")
 
@@ -229,4 +228,4 @@ def check_nothing_added(path: Path, known: Set[str], message: str, findings: Fin
         return
     for file in sorted(found, key=lambda file: natural_key(str(file))):
         if str(file) not in known and not is_note(file):
-            findings.add("sidecars", str(file), message)
+            findings.add("sidecars", str(file), message, stray=True)

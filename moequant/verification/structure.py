@@ -134,9 +134,8 @@ def check_sidecars(
             same = card_is_of(path / file, sha256_of(source.path / file))
         if file not in copied_files:
             if same:
-                findings.add(
-                    "sidecars", str(file), "describes the source's quantization; remove it"
-                )
+                message = "describes the source's quantization; remove it"
+                findings.add("sidecars", str(file), message, stray=True)
         elif not copied:
             findings.add("sidecars", str(file), "missing; the source has it")
         elif not same:
