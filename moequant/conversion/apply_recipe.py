@@ -73,26 +73,7 @@ def apply_recipe(
         StatisticsError: nothing uses the scales, or one is missing.
         RecipeError: nothing matches, or weights that need one format get different ones.
     """
-    chosen: dict[str, Rule] = {}
-    dequantized: dict[str, str] = {}
-    kept: set[str] = set()
-    used: set[int] = set()
-    for name, info in tensors.items():
-        role, encoded = roles[name], isinstance(info, EncodedInfo)
-        if len(info.shape) != 2 or not (encoded or role.role in CONVERTIBLE_ROLES):
-            continue
-        rule = recipe.rule_for(name, role, layer_count)
-        if rule is None:
-            continue
-        used.add(id(rule))
-        if rule.format == KEEP:
-            kept |= {name} if encoded else set()
-            continue
-        if get_format(rule.format).is_plain:
-            if encoded:
-                dequantized[name] = rule.format
-        elif role.role in CONVERTIBLE_ROLES:
-            chosen[name] = rule
+    chosen, dequantized, kept, used = _by_rules(tensors, roles, recipe, layer_count)
     _check_useful(chosen, dequantized, recipe, tensors, roles, layer_count)
     formats = dequantized | {name: _described(rule) for name, rule in chosen.items()}
     check_whole_layers(formats, roles)
@@ -120,6 +101,41 @@ def apply_recipe(
     return Assignment(
         units=units, dequantized=dequantized, kept=kept, groups=groups, warnings=warnings
     )
+
+
+def _by_rules(
+    tensors: Mapping[str, WeightInfo],
+    roles: Mapping[str, TensorRole],
+    recipe: Recipe,
+    layer_count: int,
+) -> tuple[dict[str, Rule], dict[str, str], set[str], set[int]]:
+    """What rules say of weights, each by the first rule that matches it.
+
+    Returns:
+        The rule by name of each weight that is converted; the plain format of each that is
+        dequantized; the quantized weights that a rule keeps; and the ids of the rules that match.
+    """
+    chosen: dict[str, Rule] = {}
+    dequantized: dict[str, str] = {}
+    kept: set[str] = set()
+    used: set[int] = set()
+    for name, info in tensors.items():
+        role, encoded = roles[name], isinstance(info, EncodedInfo)
+        if len(info.shape) != 2 or not (encoded or role.role in CONVERTIBLE_ROLES):
+            continue
+        rule = recipe.rule_for(name, role, layer_count)
+        if rule is None:
+            continue
+        used.add(id(rule))
+        if rule.format == KEEP:
+            kept |= {name} if encoded else set()
+            continue
+        if get_format(rule.format).is_plain:
+            if encoded:
+                dequantized[name] = rule.format
+        elif role.role in CONVERTIBLE_ROLES:
+            chosen[name] = rule
+    return chosen, dequantized, kept, used
 
 
 def keeping_units(

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moequant._version import __version__
 from moequant.compatibility import Verdict, warnings_of
@@ -39,6 +39,7 @@ from moequant.weights.source_model import read_source, source_config
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from moequant.conversion.apply_recipe import Assignment
     from moequant.conversion.recipe import Recipe
     from moequant.conversion.units import Item
     from moequant.dialects.base import Dialect
@@ -221,55 +222,32 @@ def make_plan(
             matches nothing.
     """
     source = read_source(tensors, config, own)
-    model, weights = source.model, source.weights
+    model = source.model
     _check_architecture(recipe, model.architecture, config)
-    if statistics is not None:
-        statistics.check_fits(model)
-    assigned = apply_recipe(
-        weights,
-        model.roles,
-        recipe,
-        model.moe.layers,
-        model.architecture.fused,
-        statistics,
-        input_scales,
-        predictable=predicts_uncalibrated(model),
-    )
-    if not unused_statistics:
-        check_used(assigned.units, statistics)
-    units, warnings = with_predictions(assigned.units, source), assigned.warnings
+    assigned = _assign(source, recipe, statistics, input_scales, unused=unused_statistics)
+    predicted = with_predictions(assigned.units, source)
     dialect = output_dialect(recipe, source, assigned)
-    left = unmatched(source, assigned)
-    unchanged = unchanged_weights(left, source, dialect)
-    kept_quantized = {
-        name: info for name, info in left.items() if name in assigned.kept and name not in unchanged
-    }
-    units += keeping_units(kept_quantized, assigned.groups, model.roles)
-    if dialect.stacks:
-        units = [replace(unit, stack=stack_of(unit.name, model)) for unit in units]
-    converted = {weight.module: unit.format for unit in units for weight in unit.weights}
-    formats = converted | {info.module: info.format for info in unchanged.values()}
-    modules = (_module(name, info) for name, info in weights.items())
-    kept = [module for module in modules if module is not None and module not in formats]
+    units, unchanged, unnamed = _units(predicted, source, assigned, dialect)
+    modules = _modules(units, unchanged, source)
     plain = dialect is UNQUANTIZED
     items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
     refusals = (
         *refusals_of(units, dialect, model.architecture.fused),
-        *unquantized_refusals(kept, dialect, model.roles),
+        *unquantized_refusals(modules.kept, dialect, model.roles),
     )
-    static = {w.module for unit in units if unit.is_static for w in unit.weights}
     shards: tuple[PlannedShard, ...] = ()
     quantization_config: dict[str, Any] = {}
     if not refusals:
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
-        quantization_config = dialect.quantization_config(formats, kept, static)
+        quantization_config = dialect.quantization_config(*modules)
     source_files = _describe_files(tensors, file_bytes)
-    back = [i for name, i in left.items() if name not in unchanged and name not in kept_quantized]
-    warnings += warnings_of_source(source, back, config)
-    if plain:
-        warnings += warnings_of_experts_apart(items, model)
-    engines = engine_verdicts(formats, source, dialect, config, static)
-    warnings += warnings_of(engines)
+    engines = engine_verdicts(modules.formats, source, dialect, config, modules.static)
+    warnings = (
+        *assigned.warnings,
+        *warnings_of_source(source, unnamed, config),
+        *(warnings_of_experts_apart(items, model) if plain else ()),
+        *warnings_of(engines),
+    )
     return Plan(
         model=model,
         recipe=recipe,
@@ -280,7 +258,7 @@ def make_plan(
         source=source,
         source_files=source_files,
         engines=engines,
-        warnings=tuple(warnings),
+        warnings=warnings,
         refusals=refusals,
         digest=_digest_of(
             units, dialect, shards, quantization_config, source, source_files, statistics
@@ -288,6 +266,83 @@ def make_plan(
         statistics=statistics,
         input_scales=input_scales,
     )
+
+
+def _assign(
+    source: SourceModel,
+    recipe: Recipe,
+    statistics: Statistics | None,
+    input_scales: InputScales | None,
+    *,
+    unused: bool,
+) -> Assignment:
+    """What the recipe does with the weights; `unused` allows statistics that decide nothing."""
+    model = source.model
+    if statistics is not None:
+        statistics.check_fits(model)
+    assigned = apply_recipe(
+        source.weights,
+        model.roles,
+        recipe,
+        model.moe.layers,
+        model.architecture.fused,
+        statistics,
+        input_scales,
+        predictable=predicts_uncalibrated(model),
+    )
+    if not unused:
+        check_used(assigned.units, statistics)
+    return assigned
+
+
+def _units(
+    converting: Iterable[Unit], source: SourceModel, assigned: Assignment, dialect: Dialect
+) -> tuple[list[Unit], dict[str, EncodedInfo], list[EncodedInfo]]:
+    """Every unit to quantize, and what becomes of other quantized weights.
+
+    Args:
+        converting: the units that rules name.
+        source: the source.
+        assigned: what the recipe does with it.
+        dialect: of the output.
+
+    Returns:
+        The units, with those that a rule keeps quantized; by name the weights that are copied
+        unchanged; and those that become BF16 though no rule names them.
+    """
+    left = unmatched(source, assigned)
+    unchanged = unchanged_weights(left, source, dialect)
+    others = {name: info for name, info in left.items() if name not in unchanged}
+    kept = {name: info for name, info in others.items() if name in assigned.kept}
+    units = [*converting, *keeping_units(kept, assigned.groups, source.model.roles)]
+    if dialect.stacks:
+        units = [replace(unit, stack=stack_of(unit.name, source.model)) for unit in units]
+    return units, unchanged, [info for name, info in others.items() if name not in kept]
+
+
+class _Modules(NamedTuple):
+    """What config.json says of modules.
+
+    Attributes:
+        formats: format by quantized module.
+        kept: the others, of which it may have to say that they are not.
+        static: those whose input has a static scale.
+    """
+
+    formats: dict[str, str]
+    kept: list[str]
+    static: set[str]
+
+
+def _modules(
+    units: Sequence[Unit], unchanged: Mapping[str, EncodedInfo], source: SourceModel
+) -> _Modules:
+    formats = {weight.module: unit.format for unit in units for weight in unit.weights}
+    formats |= {info.module: info.format for info in unchanged.values()}
+    modules = (_module(name, info) for name, info in source.weights.items())
+    kept = [module for module in modules if module is not None and module not in formats]
+    static = {weight.module for unit in units if unit.is_static for weight in unit.weights}
+    return _Modules(formats, kept, static)
 
 
 def _check_architecture(
