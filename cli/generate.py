@@ -139,9 +139,7 @@ def command(
     out = Output(as_json=as_json, quiet=quiet)
     import_transformers()
     prompts = Prompts.of(converted, architecture)
-    if prompt_ids is not None:
-        prompts.check(prompt_ids)
-    ids = prompts.encode(prompt) if prompt is not None else list(prompt_ids or ())
+    ids = _ids(prompts, prompt, prompt_ids)
     if (warning := prompts.too_long(ids, max_new_tokens)) is not None:
         out.warn(warning)
     begun = time.perf_counter()
@@ -175,13 +173,28 @@ def command(
         "text": None if prompt is None else prompts.decode(generated.ids),
         "decoding": generated.decoding,
         "not_static": why_not_static(model),
+        **_times(loaded_s, generated),
+        "floor": _floor(out, model.device, prompts, ids, generated, architecture),
+    }
+    out.result(document, _show)
+
+
+def _ids(prompts: Prompts, prompt: str | None, prompt_ids: tuple[int, ...] | None) -> list[int]:
+    """The token ids of the prompt, of which one form is given."""
+    if prompt is not None:
+        return prompts.encode(prompt)
+    assert prompt_ids is not None
+    prompts.check(prompt_ids)
+    return list(prompt_ids)
+
+
+def _times(loaded_s: float, generated: Generation) -> dict[str, float | None]:
+    return {
         "load_s": round(loaded_s, 3),
         "warm_up_s": generated.warm_up_s and round(generated.warm_up_s, 3),
         "first_token_s": round(generated.first_token_s, 4),
         "tokens_per_s": generated.tokens_per_s and round(generated.tokens_per_s, 2),
-        "floor": _floor(out, model.device, prompts, ids, generated, architecture),
     }
-    out.result(document, _show)
 
 
 def _floor(

@@ -176,15 +176,8 @@ def tune(
         assert tuner is not None
         # Before any is kept, which those of near numbers of tokens would start from.
         for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
-            us = layer.times_us(M, tilings)
-            near = [t for t in tilings if us[t] * _NEARLY <= min(us.values())]
-            skewed = layer.times_us(M, near, "skewed")
-            kept = _fastest(tilings[0], {t: (us[t] * skewed[t]) ** 0.5 for t in near})
-            tuner.keep(M, topk, kept, us[kept], tables[each])
-            tried = {
-                t: {"tiling": asdict(t), "time_us": us[t], "skewed_us": skewed.get(t)}
-                for t in sorted(us, key=us.__getitem__)
-            }
+            kept, tried = _tuned(layer, M, tilings)
+            tuner.keep(M, topk, kept, tried[kept]["time_us"], tables[each])
             cells.append(
                 {
                     "shape": name,
@@ -236,6 +229,24 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
                 f"{table.parent}: cannot be created: {error.strerror}; name another table"
             ) from error
         check_writable(table)
+
+
+def _tuned(
+    layer: TunedLayer, tokens: int, tilings: Sequence[Any]
+) -> tuple[Any, dict[Any, dict[str, Any]]]:
+    """The tiling that is kept of those for so many tokens, and what was measured of each.
+
+    The first is what calls have now; the result has the fastest first.
+    """
+    us = layer.times_us(tokens, tilings)
+    near = [t for t in tilings if us[t] * _NEARLY <= min(us.values())]
+    skewed = layer.times_us(tokens, near, "skewed")
+    kept = _fastest(tilings[0], {t: (us[t] * skewed[t]) ** 0.5 for t in near})
+    tried = {
+        t: {"tiling": asdict(t), "time_us": us[t], "skewed_us": skewed.get(t)}
+        for t in sorted(us, key=us.__getitem__)
+    }
+    return kept, tried
 
 
 def _fastest(now: Any, us: Mapping[Any, float]) -> Any:

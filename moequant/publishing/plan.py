@@ -99,19 +99,12 @@ def plan_push(
         UnsupportedError: an unknown architecture or quantization.
     """
     check_repo_id(repo_id)
-    if revision is not None and not _BRANCH.fullmatch(revision):
-        raise MoequantError(
-            f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
-        )
+    if revision is not None:
+        _check_branch(revision)
     if base_model is not None:
         check_repo_id(base_model)
     path = existing_directory(converted)
-    if not (path / RECORD_FILE).is_file():
-        raise CheckpointError(
-            f"{path}: has no {RECORD_FILE}, so moequant did not convert it, or not to the end; "
-            "push publishes what moequant convert wrote"
-        )
-    record = read_document(FixedFile.at(path / RECORD_FILE))
+    record = _read_record(path)
     files = checkpoint_files(path, record, include_prepared=include_prepared)
     targets = [p.name for p in _prepared_targets(files)]
     verified = as_verified(verification) if verification else read_verified(path)
@@ -166,6 +159,23 @@ def check_repo_id(repo_id: str) -> None:
         valid = repo_id.count("/") == 1
     if not valid:
         raise MoequantError(f"{repo_id!r}: no id of a repository on the hub; write owner/name")
+
+
+def _check_branch(revision: str) -> None:
+    if not _BRANCH.fullmatch(revision):
+        raise MoequantError(
+            f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
+        )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The moequant.json of a checkpoint."""
+    if not (path / RECORD_FILE).is_file():
+        raise CheckpointError(
+            f"{path}: has no {RECORD_FILE}, so moequant did not convert it, or not to the end; "
+            "push publishes what moequant convert wrote"
+        )
+    return read_document(FixedFile.at(path / RECORD_FILE))
 
 
 def why_not_verified(path: Path, verified: Verified | None, targets: Sequence[str]) -> str | None:
