@@ -26,6 +26,7 @@ FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
 ORDER = [
     "_version",
     "errors",
+    "arguments",
     "act_fn",
     "cores",
     "native_code",

@@ -1,15 +1,17 @@
-"""Arguments of layouts, checked before torch would fail with an error of its own."""
+"""Arguments of layouts, checked."""
 
 from __future__ import annotations
 
-from operator import index
+from typing import TYPE_CHECKING
 
-import torch
-
+from moequant.arguments import check_count, check_tensor
 from moequant.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def check_matrices(name: str, value: object, shape: str) -> None:
+
+def check_matrices(name: str, value: Tensor, shape: str) -> None:
     """Check that an argument is a dense tensor of two or more dimensions.
 
     Args:
@@ -20,10 +22,7 @@ def check_matrices(name: str, value: object, shape: str) -> None:
     Raises:
         UnsupportedError: it is not.
     """
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a tensor {shape}")
-    if value.layout is not torch.strided:
-        raise UnsupportedError(f"{name} is {value.layout}, but must be a dense tensor {shape}")
+    check_tensor(name, value, shape)
     if value.dim() < 2:
         raise UnsupportedError(f"{name} is {list(value.shape)}, but must be {shape}")
 
@@ -35,11 +34,4 @@ def check_extents(least: int = 0, **extents: object) -> None:
         UnsupportedError: one is not; the message names it.
     """
     for name, value in extents.items():
-        try:
-            fits = index(value) >= least  # type: ignore[arg-type]
-        except TypeError:
-            fits = False
-        if not fits:
-            raise UnsupportedError(
-                f"{name} is {value!r}, but must be a whole number, at least {least}"
-            )
+        check_count(name, value, least)

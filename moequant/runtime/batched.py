@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.arguments import check_tensor
 from moequant.errors import UnsupportedError
 from moequant.runtime.activations import (
     FP8_SCHEMES,
@@ -20,7 +21,7 @@ from moequant.runtime.activations import (
     quantize_activations,
     scale_columns,
 )
-from moequant.runtime.inputs import HIDDEN_DTYPES, check_tensor
+from moequant.runtime.inputs import HIDDEN_DTYPES
 from moequant.runtime.routing import NOWHERE, permute
 
 if TYPE_CHECKING:

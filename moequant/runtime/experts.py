@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moequant.arguments import check_count
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
@@ -20,7 +21,7 @@ from moequant.runtime.call import (
     workspace_bytes_of_parts,
 )
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_count, check_expert_map, check_input_scales
+from moequant.runtime.inputs import check_expert_map, check_input_scales
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select

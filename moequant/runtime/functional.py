@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moequant.act_fn import SILU, ActFn
+from moequant.arguments import check_tensor
 from moequant.errors import UnsupportedError
 from moequant.formats import check_specs, get_format
 from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.call import run_experts
-from moequant.runtime.inputs import check_expert_map, check_tensor
+from moequant.runtime.inputs import check_expert_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

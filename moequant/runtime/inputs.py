@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.arguments import check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import get_format
 from moequant.runtime.activations import (
@@ -270,37 +270,3 @@ def _check(
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
     if tensor.device != device:
         raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
-
-
-def whole_number(value: Any) -> int:
-    """An integer of any library; raises TypeError for what is none, such as a truth value."""
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
-        raise TypeError(f"{value!r} is a truth value")
-    return index(value)
-
-
-def check_count(name: str, value: object) -> int:
-    """A number of tokens or of experts that a caller gives.
-
-    Raises:
-        UnsupportedError: it is no whole number, or less than 0.
-    """
-    try:
-        count = whole_number(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise UnsupportedError(f"{name} is {value!r}, but must be a whole number, at least 0")
-    return count
-
-
-def check_tensor(name: str, value: object) -> None:
-    """Check that an argument is a dense tensor.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a tensor")
-    if value.layout is not torch.strided:
-        raise UnsupportedError(f"{name} is {value.layout}, but must be a dense tensor")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 
+from moequant.arguments import whole_number
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
-from moequant.runtime.inputs import whole_number
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.storage.folder import given_folder, is_prepared_folder

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.arguments import check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dtype_text
 from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4 as MXFP4_KERNEL
@@ -23,7 +24,7 @@ from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.call import run_experts
 from moequant.runtime.functional import check_weights, workload_of
-from moequant.runtime.inputs import ArgumentNames, check_tensor
+from moequant.runtime.inputs import ArgumentNames
 from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:

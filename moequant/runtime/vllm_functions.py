@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.act_fn import SILU, ActFn
+from moequant.arguments import check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dtype_text, get_format
 from moequant.formats.w4a8 import GROUP
@@ -22,7 +23,7 @@ from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workloa
 from moequant.runtime.batched import BatchedTokens
 from moequant.runtime.call import run_experts
 from moequant.runtime.functional import check_act_fn, check_weights, stacked_tensors, workload_of
-from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map, check_tensor
+from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map
 from moequant.runtime.select import select
 from moequant.runtime.weights import weights_without_data
 

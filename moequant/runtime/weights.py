@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from moequant.act_fn import SILU, ActFn
+from moequant.arguments import check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import RUNNABLE, QuantizedWeight, check_parts, get_format
-from moequant.runtime.inputs import check_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,50 @@
+"""Arguments that callers give, checked before torch would fail with an error of its own."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import torch
+
+from moequant.errors import UnsupportedError
+
+
+def check_tensor(name: str, value: object, shape: str = "") -> None:
+    """Check that an argument is a dense tensor.
+
+    Args:
+        name: what messages call it.
+        value: the argument.
+        shape: what it must be, in words; empty if messages need not say.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    wanted = f"tensor {shape}".rstrip()
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a {wanted}")
+    if value.layout is not torch.strided:
+        raise UnsupportedError(f"{name} is {value.layout}, but must be a dense {wanted}")
+
+
+def check_count(name: str, value: object, least: int = 0) -> int:
+    """A number of tokens, rows or the like that a caller gives.
+
+    Raises:
+        UnsupportedError: it is no whole number, or less than `least`.
+    """
+    try:
+        count = whole_number(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise UnsupportedError(f"{name} is {value!r}, but must be a whole number, at least {least}")
+    return count
+
+
+def whole_number(value: Any) -> int:
+    """An integer of any library; raises TypeError for what is none, such as a truth value."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        raise TypeError(f"{value!r} is a truth value")
+    return index(value)
