@@ -51,13 +51,7 @@ def is_work_left(
         MoequantError: the directory contains something else, and `overwrite` is False.
     """
     output = journal.output
-    if output.exists() and not output.is_dir():
-        raise MoequantError(f"{output}: is a file; give a directory")
-    if output.is_symlink() and not output.exists():
-        raise MoequantError(
-            f"{output}: a link to {output.readlink()}, which does not exist; create that "
-            "directory, or give another"
-        )
+    _check_directory(output)
     journal.check_work_folder()
     if overwrite or not output.exists():
         return True
@@ -77,20 +71,37 @@ def is_work_left(
     record = read_record(output)
     recorded = object_at(record, "source")
     if record.get("plan_sha256") != plan_sha256 or not source().items() <= recorded.items():
-        if not record:
-            raise MoequantError(
-                f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
-                "or move away what is no part of a checkpoint, and replace the rest with "
-                "--overwrite"
-            )
-        other = differing_settings(record, settings)
-        holds = f"with other settings ({other})" if other else "of another source"
-        raise MoequantError(
-            f"{output}: not empty; holds a conversion{_formats_of(record)} {holds}; choose another "
-            "directory, or replace its content with --overwrite"
-        )
+        raise _refusal_of(output, record, settings)
     _check_whole(output, record)
     return False
+
+
+def _check_directory(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise MoequantError(f"{output}: is a file; give a directory")
+    if output.is_symlink() and not output.exists():
+        raise MoequantError(
+            f"{output}: a link to {output.readlink()}, which does not exist; create that "
+            "directory, or give another"
+        )
+
+
+def _refusal_of(
+    output: Path, record: Mapping[str, Any], settings: Mapping[str, Any]
+) -> MoequantError:
+    """What to say of a directory that holds another conversion, or something else."""
+    if not record:
+        return MoequantError(
+            f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
+            "or move away what is no part of a checkpoint, and replace the rest with "
+            "--overwrite"
+        )
+    other = differing_settings(record, settings)
+    holds = f"with other settings ({other})" if other else "of another source"
+    return MoequantError(
+        f"{output}: not empty; holds a conversion{_formats_of(record)} {holds}; choose another "
+        "directory, or replace its content with --overwrite"
+    )
 
 
 def _difference_of(

@@ -171,16 +171,7 @@ def generate(
             seed; or torch.compile of a model without a static cache.
         NumericsError: the model's logits are NaN or Inf.
     """
-    if not prompt:
-        raise UnsupportedError(_NO_TOKENS)
-    if max_new_tokens < 1:
-        raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
-    if temperature != 0 and not _MIN_TEMPERATURE <= temperature < float("inf"):
-        raise UnsupportedError(
-            f"temperature is {temperature}, but must be 0 or at least {_MIN_TEMPERATURE:g}"
-        )
-    if not 0 <= seed < 1 << 64:
-        raise UnsupportedError(f"seed is {seed}, but must be from 0 to 2**64 - 1")
+    _check_arguments(prompt, max_new_tokens, temperature, seed)
     ids = torch.tensor([list(prompt)], device=model.device)
     on_cuda = model.device.type == "cuda"
     options: dict[str, Any] = {}
@@ -211,6 +202,21 @@ def generate(
         first_token_s=times[0] - started,
         tokens_per_s=(len(new) - 1) / later_s if len(new) > 1 else None,
     )
+
+
+def _check_arguments(
+    prompt: Sequence[int], max_new_tokens: int, temperature: float, seed: int
+) -> None:
+    if not prompt:
+        raise UnsupportedError(_NO_TOKENS)
+    if max_new_tokens < 1:
+        raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+    if temperature != 0 and not _MIN_TEMPERATURE <= temperature < float("inf"):
+        raise UnsupportedError(
+            f"temperature is {temperature}, but must be 0 or at least {_MIN_TEMPERATURE:g}"
+        )
+    if not 0 <= seed < 1 << 64:
+        raise UnsupportedError(f"seed is {seed}, but must be from 0 to 2**64 - 1")
 
 
 def compile_config(model: PreTrainedModel) -> CompileConfig:
