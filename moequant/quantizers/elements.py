@@ -155,6 +155,11 @@ def magnitude(values: Value) -> Value:
     return values.bitcast("i32") & 0x7FFFFFFF
 
 
+def clamped(values: Value, limit: float) -> Value:
+    """Magnitudes of float32 values, held to `limit`."""
+    return magnitude(values).umin(float_bits(limit)).bitcast("float")
+
+
 def pack_nibbles(code: Value) -> Value:
     """Codes 0..15, i32 of 2n lanes, to n bytes: the even lane in the low nibble."""
     pairs = code.to("i8").bitcast("i16")
