@@ -25,6 +25,7 @@ from moequant.quantizers.fp8_kernel import TILE, Fp8Kernel
 from moequant.quantizers.group_kernels import GROUPS, E8m0Kernel, Nvfp4Kernel
 from moequant.quantizers.operands import new_kernel
 from moequant.quantizers.w4a8_kernel import W4a8Kernel
+from moequant.quantizers.w4a8_kernel import scratch_count as w4a8_scratch_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,7 +89,16 @@ def quantizing_kernel(format: Format, source: Source, options: Mapping[str, str]
     Raises:
         UnavailableError: nothing here knows such elements and scales.
     """
-    kernel = KERNELS.get((format.element.name, format.scale_dtype))
+    kernel = _kernel_of(format)
     if kernel is None:
         raise UnavailableError(f"there is no native kernel for {format.name}")
     return kernel(format, source, options).write()
+
+
+def scratch_count(format: Format, groups: int) -> int:
+    """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
+    return w4a8_scratch_count(groups) if _kernel_of(format) is W4a8Kernel else 0
+
+
+def _kernel_of(format: Format) -> _MakeKernel | None:
+    return KERNELS.get((format.element.name, format.scale_dtype))

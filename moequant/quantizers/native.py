@@ -21,10 +21,10 @@ from moequant.quantizers.kernels import (
     amax,
     padded_importance,
     quantizing_kernel,
+    scratch_count,
 )
 from moequant.quantizers.operands import LEAST_RUN, Operand, operand_of, run_of
 from moequant.quantizers.probes import check_bytes, check_decoding, check_sums
-from moequant.quantizers.w4a8_kernel import scratch_count
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence

@@ -149,9 +149,9 @@ class W4a8Kernel:
         return encode_near_int4(x * (self._f.constant(F32, 1.0) / scale).splat(x.type.lanes))
 
 
-def scratch_count(format: Format, groups: int) -> int:
-    """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
-    return _ROWS * groups + _GROUPS - 1 if format.element.name == "int4" else 0
+def scratch_count(groups: int) -> int:
+    """Numbers of float32 the kernel has to be given as `scratch`, for so many groups in a row."""
+    return _ROWS * groups + _GROUPS - 1
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:
