@@ -1,15 +1,21 @@
 """Run one checkpoint in vLLM and save its log-probabilities; a process of its own for each.
 
-    one_engine.py CHECKPOINT OUT.pt [--moequant] [--graphs] [--options JSON] [--tp N] [--ep]
+    one_engine.py CHECKPOINT OUT.pt [--moequant] [--graphs] [--options JSON]
+        [--tp N] [--dp N] [--ep]
 
 OUT.pt holds `prompt` [8, 23, V], `new` [8, 8, V] and `ids` [8, 8]: log-probabilities of every token
-at every position of eight prompts of 24 tokens and of eight greedy tokens, and those tokens.
+at every position of eight prompts of 24 tokens and of eight greedy tokens, and those tokens. With
+--dp, each of N data-parallel ranks gets the prompts in another order, and OUT.pt is of the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 PROMPTS, LENGTH, NEW = 8, 24, 8
@@ -34,8 +40,26 @@ def main():
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
-    run(parser.parse_args())
+    given = parser.parse_args()
+    if given.dp > 1 and "VLLM_DP_RANK" not in os.environ:
+        sys.exit(run_ranks(given.dp))
+    run(given)
+
+
+def run_ranks(ranks):
+    """Run this script once for each data-parallel rank; returns an exit code."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    address = {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    running = []
+    for rank in map(str, range(ranks)):
+        of_rank = {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, "VLLM_DP_SIZE": str(ranks)}
+        environment = {**os.environ, **address, **of_rank}
+        running.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+    return max(abs(process.wait()) for process in running)
 
 
 def run(given):
@@ -73,8 +97,13 @@ def run(given):
         detokenize=False,
         ignore_eos=True,
     )
+    rank = int(os.environ.get("VLLM_DP_RANK", "0"))
     inputs = [{"prompt_token_ids": ids} for ids in prompts(vocabulary)]
+    inputs = inputs[rank:] + inputs[:rank]
     outputs = engine.generate(inputs, sampling, use_tqdm=False)
+
+    if rank > 0:
+        return
 
     def row(logprobs):
         return torch.tensor([logprobs[token].logprob for token in range(vocabulary)])

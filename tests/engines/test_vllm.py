@@ -117,7 +117,9 @@ def test_cuda_graphs_and_compilation_change_nothing(engines, format, dialect):
     assert found <= bound
 
 
-@pytest.mark.parametrize("arguments", [("--tp", "2"), ("--tp", "2", "--ep")])
+@pytest.mark.parametrize(
+    "arguments", [("--tp", "2"), ("--tp", "2", "--ep"), ("--dp", "2"), ("--dp", "2", "--ep")]
+)
 @pytest.mark.parametrize(("format", "dialect"), [("fp8_block", "fp8"), ("mxfp4", "gpt-oss")])
 def test_two_gpus_say_what_one_says(engines, format, dialect, arguments):
     if torch.cuda.device_count() < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,9 +33,8 @@ WAYS = [
 ]
 # vLLM has no kernels for MLA on a CPU, and makes layers only of attention that it has.
 SETTINGS = {
+    **json.loads((Path(__file__).parent / "offline.json").read_text()),
     "VLLM_PLUGINS": "",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     "VLLM_MLA_DISABLE": "1",
 }
 CLASSES = {
@@ -54,20 +54,25 @@ def load(make_checkpoint, tmp_path):
         path = convert(source, tmp_path / "out", format=format, dialect=dialect).output
         for name in target:
             prepare(path, target=name)
-        script = Path(__file__).parent / "load_on_cpu.py"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", script, path, *target],
-            env={**os.environ, **SETTINGS},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        said = run("load_on_cpu.py", path, *target)
         layers = 1 if model == "deepseek_v3" else 2
-        assert f"{layers} layers are equal" in done.stdout
-        return done.stdout + done.stderr
+        assert f"{layers} layers are equal" in said
+        return said
 
     return load
+
+
+def run(script, *arguments):
+    """What a script beside this file prints, once it has ended well."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", Path(__file__).parent / script, *arguments],
+        env={**os.environ, **SETTINGS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("model", "format", "dialect"), WAYS)
@@ -81,3 +86,16 @@ def test_vllm_loads_the_experts_of_our_files(load, model, format, dialect):
 )
 def test_vllm_takes_prepared_experts_as_they_are(load, model, format, dialect):
     assert "prepared for sm90) by its backend" in load(model, format, dialect, "sm90")
+
+
+@pytest.mark.parametrize(
+    ("format", "arguments"), [("nvfp4", ()), ("nvfp4", ("--ep",)), ("fp8_block", ("--ep",))]
+)
+def test_data_parallel_ranks_get_what_one_would_return(
+    make_checkpoint, tmp_path, format, arguments
+):
+    source = make_checkpoint(model_type="qwen3_moe")
+    path = convert(source, tmp_path / "out", format=format).output
+    said = run("data_parallel_on_cpu.py", path, *arguments)
+    assert "rank 0: " in said
+    assert "rank 1: " in said

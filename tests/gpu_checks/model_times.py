@@ -99,7 +99,7 @@ _TESTED = [
     _vllm_tests("deepseek_v3", "deepseek_v3"),
     _vllm_tests("gpt_oss", "gpt_oss and not two_gpus", estimate_s=100),
     _vllm_tests("graphs", "cuda_graphs"),
-    _vllm_tests("two-gpus", "two_gpus", gpus=2, estimate_s=210),
+    _vllm_tests("two-gpus", "two_gpus", gpus=2, estimate_s=330),
 ]
 _SERVED_LONG = [
     Task(

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from moequant.integrations.vllm.stored import RankSizes
 
+_ALL_TO_ALL = "allgather_reducescatter"
+"""With it, vLLM gathers the tokens of all data-parallel ranks before it calls a method that has no
+kernel of vLLM's, and adds and scatters what the ranks return."""
 _WITHOUT = f"or start without --quantization {NAME}"
 
 
@@ -37,11 +40,10 @@ def _of_parallelism(layer: Any) -> Iterator[str]:
     parallel = layer.moe_config.moe_parallel_config
     if parallel.enable_eplb:
         yield f"expert load balancing: leave out --enable-eplb, {_WITHOUT}"
-    if parallel.dp_size > 1:
+    if parallel.dp_size > 1 and parallel.all2all_backend != _ALL_TO_ALL:
         yield (
-            f"data parallel {parallel.dp_size} (all-to-all by {parallel.all2all_backend}): use "
-            f"--tensor-parallel-size, with --enable-expert-parallel if experts shall stay whole, "
-            f"{_WITHOUT}"
+            f"data parallel {parallel.dp_size} with --all2all-backend {parallel.all2all_backend}, "
+            f"whose tokens are for experts of vLLM: leave it out, or name {_ALL_TO_ALL}, {_WITHOUT}"
         )
     if parallel.pcp_size > 1:
         yield f"prefill context parallel {parallel.pcp_size}: leave it out, {_WITHOUT}"

@@ -44,7 +44,6 @@ def settings(**changed):
 PARALLEL = "layer__moe_config__moe_parallel_config__"
 REFUSED = {
     f"{PARALLEL}enable_eplb": (True, "expert load balancing: leave out --enable-eplb"),
-    f"{PARALLEL}dp_size": (2, r"data parallel 2 \(all-to-all by allgather.*--tensor-parallel-size"),
     f"{PARALLEL}pcp_size": (2, "prefill context parallel 2"),
     "layer__moe_config__is_lora_enabled": (True, "LoRA: leave out --enable-lora"),
     "layer__moe_config__moe_backend": ("marlin", "--moe-backend marlin.* leave it out"),
@@ -55,10 +54,20 @@ REFUSED = {
 }
 
 
-def test_what_is_served_is_not_refused(engine):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_served_is_not_refused(engine, ranks):
     from moequant.integrations.vllm.refusals import check_served
 
-    check_served(NAME, *settings())
+    check_served(NAME, *settings(**{f"{PARALLEL}dp_size": ranks}))
+
+
+def test_tokens_that_are_sent_for_experts_of_vllm_are_refused(engine):
+    from moequant.integrations.vllm.refusals import check_served
+
+    backend = {f"{PARALLEL}all2all_backend": "deepep_low_latency"}
+    check_served(NAME, *settings(**backend))  # nothing is sent
+    with pytest.raises(UnsupportedError, match="2 with --all2all-backend deepep_low_latency"):
+        check_served(NAME, *settings(**backend, **{f"{PARALLEL}dp_size": 2}))
 
 
 @pytest.mark.parametrize("place", REFUSED)
