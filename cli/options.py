@@ -26,7 +26,7 @@ class _Name(click.types.StringParamType):
     def __init__(self, registry: str) -> None:
         self._registry = registry
 
-    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """As ParamType."""
         return f"Use one of: {', '.join(resolve_name(self._registry))}"
 

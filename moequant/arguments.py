@@ -10,8 +10,8 @@ import torch
 from moequant.errors import UnsupportedError
 
 
-def check_tensor(name: str, value: object, shape: str = "") -> None:
-    """Check that an argument is a dense tensor.
+def check_tensor(name: str, value: object, shape: str = "") -> torch.Tensor:
+    """`value`, which must be a dense tensor.
 
     Args:
         name: what messages call it.
@@ -26,6 +26,7 @@ def check_tensor(name: str, value: object, shape: str = "") -> None:
         raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a {wanted}")
     if value.layout is not torch.strided:
         raise UnsupportedError(f"{name} is {value.layout}, but must be a dense {wanted}")
+    return value
 
 
 def check_count(name: str, value: object, least: int = 0) -> int:

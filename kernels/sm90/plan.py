@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Sm90Plan:
-    """Kernels and buffers for calls of one size, so many tokens with so many experts each.
+    """Kernels and buffers for calls of M tokens with T experts each.
 
     It reads nothing on the host, so a call can be captured in a CUDA graph.
 
@@ -50,8 +50,9 @@ class Sm90Plan:
         down: the second, likewise.
         gathers: whether the first GEMM gathers tokens that are quantized as they come.
         routed: whether it finds its tiles by itself.
-        static13: see `Sm90Weights`.
-        static2: likewise.
+        static13: float32 [1], the scale of all tokens that gate and up are fed; None, and each
+            token's is computed.
+        static2: likewise, of what down is fed.
     """
 
     def __init__(

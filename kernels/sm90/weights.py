@@ -244,8 +244,8 @@ class Sm90Weights(ABC):
         Args:
             tokens: M; M * T is from 1 to MAX_PAIRS.
             topk: T.
-            tiling: None for that which such calls have; `workspace` is as large as it wants.
-            workspace: uint8, at least `workspace_bytes`.
+            tiling: by default that of `self.tiling`.
+            workspace: uint8, at least `workspace_bytes` with this tiling.
         """
         tiling = self.tiling(tokens, topk) if tiling is None else tiling
         self.family.check(tiling)

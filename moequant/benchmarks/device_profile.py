@@ -71,8 +71,11 @@ def profile_call(call: Callable[[], object]) -> DeviceProfile:
     """What `call` ran on the current CUDA device, once all of it has ended."""
     profiler = DeviceProfiler()
     profiler.start()
-    call()
-    return profiler.stop()
+    try:
+        call()
+    finally:
+        found = profiler.stop()
+    return found
 
 
 def covered_ns(spans: Iterable[tuple[int, int]]) -> int:

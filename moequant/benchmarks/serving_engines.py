@@ -135,11 +135,16 @@ class Vllm(Engine):
         self._llm.generate(inputs, sampling, use_tqdm=False)
 
     def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
-        """See `Engine`; with tensor parallelism, GPUs are used by processes of their own."""
+        """See `Engine`; with tensor parallelism, GPUs are used by processes of their own.
+
+        vLLM calls a function in all of them, so all are profiled.
+        """
         self._llm.collective_rpc(_start_profile)
-        self.generate(prompts, new_tokens)
-        first: DeviceProfile = self._llm.collective_rpc(_stop_profile)[0]
-        return first
+        try:
+            self.generate(prompts, new_tokens)
+        finally:
+            profiles: list[DeviceProfile] = self._llm.collective_rpc(_stop_profile)
+        return profiles[0]
 
 
 class VllmWithPlugIn(Vllm):

@@ -18,7 +18,7 @@ from moequant.compatibility.facts import (
 )
 from moequant.compatibility.memory import WeightSizes, weight_sizes
 from moequant.compatibility.model_classes import classes_in, classes_of
-from moequant.compatibility.modules import CODE_DTYPES, ROUTER, Module, modules_in
+from moequant.compatibility.modules import ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects, stacked_scale_defects
 from moequant.dialects import find_dialect
 from moequant.formats import STATIC_SCHEMES
@@ -32,6 +32,7 @@ from moequant.models import (
 from moequant.storage.documents import non_finite_text
 from moequant.weights.source_encoded import encoded_shape
 from moequant.weights.source_model import (
+    CODE_DTYPES,
     quantization_config_of,
     read_source,
     source_config,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from moequant.compatibility.facts import Defect
 from moequant.compatibility.lookup import is_packed_at_top, lacks_linear_target, lookups
 from moequant.compatibility.modelopt_defects import modelopt_defects
-from moequant.compatibility.modules import CODE_DTYPES, MTP, OTHER, ROUTER
+from moequant.compatibility.modules import MTP, OTHER, ROUTER
 from moequant.compatibility.rules import ENGINES
 from moequant.dialects.compressed_tensors import input_arguments
 from moequant.formats import STATIC_SCHEMES, get_format
 from moequant.formats.base import WHOLE
 from moequant.models import ROUTED_EXPERTS
+from moequant.weights.source_model import CODE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

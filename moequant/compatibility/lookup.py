@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moequant.compatibility.modules import Module
 
     Lookup = Callable[[Module], bool]
-    _Lookups = Callable[[Mapping[str, Any], MergedLayers, MergedLayers], dict[str, Lookup]]
+    _MakeLookups = Callable[[Mapping[str, Any], MergedLayers, MergedLayers], dict[str, Lookup]]
 
 _SPLIT = (".qkv_proj", ".gate_up_proj")
 """Merged layers whose parts engines know where a class does not list them."""
@@ -57,7 +57,7 @@ def lookups(
         CheckpointError: a field of the config has the wrong type, or a list has no regular
             expression where it must.
     """
-    of_dialect = _LOOKUPS.get(dialect)
+    of_dialect = _BY_DIALECT.get(dialect)
     if of_dialect is None:
         return {}
     names = [module.name for module in modules]
@@ -93,7 +93,7 @@ def _modelopt(
     }
 
 
-def _every_linear(*engines: str) -> _Lookups:
+def _every_linear(*engines: str) -> _MakeLookups:
     """Of engines that take all but routers for quantized, whatever the config lists."""
     return lambda config, vllm, sglang: dict.fromkeys(engines, _all_but_routers)
 
@@ -151,7 +151,7 @@ def lacks_linear_target(config: Mapping[str, Any]) -> bool:
 def is_packed_at_top(config: Mapping[str, Any]) -> bool:
     """Whether the top of a compressed-tensors config says what SGLang asks of integer experts.
 
-    Nothing else is asked by the top of a config whose groups have formats of their own.
+    SGLang reads nothing else at the top where groups have formats of their own.
     """
     return config.get("format") == "pack-quantized"
 
@@ -293,7 +293,7 @@ def _of_first_expert(module: Module) -> str:
     return f"{block}.0.{module.name.removeprefix(block).split('.', 2)[2]}"
 
 
-_LOOKUPS: Mapping[str, _Lookups] = {
+_BY_DIALECT: Mapping[str, _MakeLookups] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fp8-ue8m0": _fp8,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moequant.dialects.names import ACTIVATION_SCALES
 from moequant.models import ROUTED_EXPERTS
-from moequant.storage.headers import DTYPE_BITS
+from moequant.weights.source_model import CODE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.headers import TensorInfo
 
-CODE_DTYPES = frozenset(name for name, bits in DTYPE_BITS.items() if bits <= 8) - {"BOOL"}
-"""Dtypes that hold no unquantized weights; the codes of INT4 are I32 under a name of their own."""
 MTP = "mtp"
 """The group of multi-token-prediction layers, whatever their modules are."""
 ROUTER = "router"

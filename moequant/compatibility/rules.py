@@ -44,6 +44,8 @@ _CONDITIONS: Mapping[str, Callable[[Facts, Placement], bool]] = {
     "kv heads and tp do not divide": lambda facts, at: _neither_divides(facts.kv_heads, at.tp),
 }
 """What `when` of a rule may say."""
+_ABOUT_CONFIG = ("no classes", "another model", "unknown act_fn")
+"""Of these, those about config.json alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +155,8 @@ class EngineRule:
 
     @property
     def is_about_model(self) -> bool:
-        """Whether it applies however weights are stored."""
-        return self.anything and not (self.dialects or self.formats or self.defect)
+        """Whether it is about config.json alone, so that no format or dialect helps."""
+        return not self.loads and (bool(self.lacks) or self.when in _ABOUT_CONFIG)
 
     def holds(self, facts: Facts, engine: EngineInfo, placement: Placement) -> bool:
         """Whether the rule applies to a checkpoint on an engine."""
@@ -262,7 +264,7 @@ def warnings_of(verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def failures_of_model(verdict: Verdict) -> list[str]:
-    """What fails however weights are stored, as of a key that config.json lacks."""
+    """What fails because of config.json alone, whatever the format, as of a key that it lacks."""
     of_model = {rule.id for rule in rules() if rule.is_about_model}
     return [said.message for said in verdict.against if said.rule in of_model]
 

@@ -113,7 +113,7 @@ def _by_rules(
 
     Returns:
         The rule by name of each weight that is converted; the plain format of each that is
-        dequantized; the quantized weights that a rule keeps; and the ids of the rules that match.
+        dequantized; the quantized weights that a rule keeps; and `id` of each rule that matches.
     """
     chosen: dict[str, Rule] = {}
     dequantized: dict[str, str] = {}

@@ -179,7 +179,7 @@ class Journal:
         Everything else in `shards` is removed to free its space.
 
         Raises:
-            MoequantError: the journal is larger than any, or a shard cannot be removed.
+            MoequantError: the journal exceeds MAX_BYTES, or a shard cannot be removed.
         """
         read = filter(None, map(parse_line, self._read_lines()))
         entries = {entry.file: entry for entry in read if entry.file in files}
@@ -216,15 +216,15 @@ class Journal:
         """Lines of the journal with line ends; the last may be incomplete.
 
         Raises:
-            MoequantError: it is larger than any journal.
+            MoequantError: it exceeds MAX_BYTES.
         """
         if not self._lines.exists():
             return []
         size = self._lines.stat().st_size
         if size > MAX_BYTES:
             raise MoequantError(
-                f"{self._lines}: {size} bytes, but at most {MAX_BYTES} are allowed, so it does not "
-                "say which shards are finished; remove it and run again, which converts all of them"
+                f"{self._lines}: {size} bytes, too many for a journal, which has at most "
+                f"{MAX_BYTES}; remove it and run again, which converts all shards"
             )
         return self._lines.read_bytes().splitlines(keepends=True)
 

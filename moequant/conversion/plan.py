@@ -224,11 +224,13 @@ def make_plan(
     source = read_source(tensors, config, own)
     model = source.model
     _check_architecture(recipe, model.architecture, config)
-    assigned = _assign(source, recipe, statistics, input_scales, unused=unused_statistics)
+    assigned = _assign(
+        source, recipe, statistics, input_scales, unused_statistics=unused_statistics
+    )
     predicted = with_predictions(assigned.units, source)
     dialect = output_dialect(recipe, source, assigned)
     units, unchanged, unnamed = _units(predicted, source, assigned, dialect)
-    modules = _modules(units, unchanged, source)
+    modules = _module_formats(units, unchanged, source)
     plain = dialect is UNQUANTIZED
     items = tuple(plan_items(tensors, source, units, assigned, unchanged, stacked=plain))
     refusals = (
@@ -239,7 +241,9 @@ def make_plan(
     quantization_config: dict[str, Any] = {}
     if not refusals:
         shards = plan_shards(items, dialect, parse_size(recipe.output.max_shard_size))
-        quantization_config = dialect.quantization_config(*modules)
+        quantization_config = dialect.quantization_config(
+            modules.formats, modules.kept, modules.static
+        )
     source_files = _describe_files(tensors, file_bytes)
     engines = engine_verdicts(modules.formats, source, dialect, config, modules.static)
     warnings = (
@@ -274,9 +278,9 @@ def _assign(
     statistics: Statistics | None,
     input_scales: InputScales | None,
     *,
-    unused: bool,
+    unused_statistics: bool,
 ) -> Assignment:
-    """What the recipe does with the weights; `unused` allows statistics that decide nothing."""
+    """What the recipe does with the weights; `unused_statistics`: see `make_plan`."""
     model = source.model
     if statistics is not None:
         statistics.check_fits(model)
@@ -290,7 +294,7 @@ def _assign(
         input_scales,
         predictable=predicts_uncalibrated(model),
     )
-    if not unused:
+    if not unused_statistics:
         check_used(assigned.units, statistics)
     return assigned
 
@@ -298,7 +302,7 @@ def _assign(
 def _units(
     converting: Iterable[Unit], source: SourceModel, assigned: Assignment, dialect: Dialect
 ) -> tuple[list[Unit], dict[str, EncodedInfo], list[EncodedInfo]]:
-    """Every unit to quantize, and what becomes of other quantized weights.
+    """Units to quantize or to keep quantized, and what becomes of other quantized weights.
 
     Args:
         converting: the units that rules name.
@@ -320,7 +324,7 @@ def _units(
     return units, unchanged, [info for name, info in others.items() if name not in kept]
 
 
-class _Modules(NamedTuple):
+class _ModuleFormats(NamedTuple):
     """What config.json says of modules.
 
     Attributes:
@@ -334,15 +338,15 @@ class _Modules(NamedTuple):
     static: set[str]
 
 
-def _modules(
+def _module_formats(
     units: Sequence[Unit], unchanged: Mapping[str, EncodedInfo], source: SourceModel
-) -> _Modules:
+) -> _ModuleFormats:
     formats = {weight.module: unit.format for unit in units for weight in unit.weights}
     formats |= {info.module: info.format for info in unchanged.values()}
     modules = (_module(name, info) for name, info in source.weights.items())
     kept = [module for module in modules if module is not None and module not in formats]
     static = {weight.module for unit in units if unit.is_static for weight in unit.weights}
-    return _Modules(formats, kept, static)
+    return _ModuleFormats(formats, kept, static)
 
 
 def _check_architecture(

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from moequant.arguments import check_count
 from moequant.compatibility.kv_cache import kv_cache
 from moequant.device import free_bytes
 from moequant.errors import MoequantError, UnsupportedError
@@ -77,23 +78,26 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     return None
 
 
-def static_cache(model: PreTrainedModel, max_tokens: int) -> Cache:
+def static_cache(model: PreTrainedModel, max_tokens: int, *, sequences: int = 1) -> Cache:
     """An empty cache for `max_tokens` tokens of each sequence, allocated by the first call.
 
     It takes the memory of `max_tokens` tokens in every layer, also in those with a sliding window.
     To use it again, call its method `reset`; graphs over it are then used again, too.
 
+    Args:
+        model: what it is for.
+        max_tokens: of a prompt and its answer.
+        sequences: how many the first call has at least; only its memory is checked for them.
+
     Raises:
         UnsupportedError: no static cache holds the states of this model's layers, or `max_tokens`
             is less than 1.
-        MoequantError: the device has no memory for one sequence of `max_tokens`.
+        MoequantError: the keys and values of so many tokens take more memory than the device has
+            free. Of a model whose keys and values are not known, that is not checked.
     """
-    reason = why_not_static(model)
-    if reason is not None:
-        raise UnsupportedError(f"{type(model).__name__} has no static cache: {reason}; {_EAGER}")
-    if max_tokens < 1:
-        raise UnsupportedError(f"max_tokens is {max_tokens}, but must be at least 1")
-    _check_memory(model, max_tokens)
+    _check_static(model)
+    check_count("max_tokens", max_tokens, 1)
+    _check_memory(model, sequences * max_tokens)
     from transformers import cache_utils
 
     config = model.config.get_text_config(decoder=True)
@@ -104,16 +108,22 @@ def static_cache(model: PreTrainedModel, max_tokens: int) -> Cache:
     return cache
 
 
-def _check_memory(model: PreTrainedModel, max_tokens: int) -> None:
+def _check_static(model: PreTrainedModel) -> None:
+    reason = why_not_static(model)
+    if reason is not None:
+        raise UnsupportedError(f"{type(model).__name__} has no static cache: {reason}; {_EAGER}")
+
+
+def _check_memory(model: PreTrainedModel, tokens: int) -> None:
     """Refuse a cache that the device cannot hold, by the least that it takes, if that is known."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     kv, free = kv_cache(model.config.to_dict(), layers, tp=1), free_bytes(model.device)
     if kv is None or free is None:
         return
-    needed = max_tokens * (kv.token_bytes + kv.window_token_bytes)
+    needed = tokens * (kv.token_bytes + kv.window_token_bytes)
     if needed > free:
         raise MoequantError(
-            f"a static cache of {max_tokens} tokens takes {size(needed)}, but {model.device} has "
+            f"a static cache of {tokens} tokens takes {size(needed)}, but {model.device} has "
             f"{size(free)} free; ask for fewer tokens (--max-new-tokens), or free memory"
         )
 
@@ -132,7 +142,7 @@ def use_static_cache(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: no static cache holds the states of this model's layers.
     """
-    static_cache(model, 1)
+    _check_static(model)
     decoder = Decoder(model)
     model.get_compiled_call = decoder.compiled_call
     model._prepare_static_cache = decoder.prepare_static_cache
@@ -184,7 +194,7 @@ class Decoder:
         """Instead of the method of transformers' GenerationMixin that begins with an underscore."""
         model = self._get_model()
         if cache_implementation == "static" and prefill_chunk_size is None:
-            return static_cache(model, max_cache_len)
+            return static_cache(model, max_cache_len, sequences=batch_size)
         cache: Cache = type(model)._prepare_static_cache(
             model, cache_implementation, batch_size, max_cache_len, prefill_chunk_size, model_kwargs
         )

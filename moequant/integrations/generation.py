@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moequant.arguments import check_count
 from moequant.compatibility.facts import positions_in
 from moequant.errors import NumericsError, UnsupportedError
 from moequant.integrations.decoding import (
@@ -209,8 +210,7 @@ def _check_arguments(
 ) -> None:
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
-    if max_new_tokens < 1:
-        raise UnsupportedError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+    check_count("max_new_tokens", max_new_tokens, 1)
     if temperature != 0 and not _MIN_TEMPERATURE <= temperature < float("inf"):
         raise UnsupportedError(
             f"temperature is {temperature}, but must be 0 or at least {_MIN_TEMPERATURE:g}"

@@ -255,7 +255,7 @@ def converted_layers(converted: ConvertedCheckpoint) -> list[int]:
         layer for layer in moe.sparse_layers if converted.format_of_experts(layer) is not None
     ]
     if not layers:
-        raise converted.without_converted_experts("load it with transformers directly")
+        raise converted.no_converted_experts("load it with transformers directly")
     return layers
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moequant.arguments import check_count, check_tensor
 from moequant.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def check_matrices(name: str, value: Tensor, shape: str) -> None:
+def check_matrices(name: str, value: object, shape: str) -> None:
     """Check that an argument is a dense tensor of two or more dimensions.
 
     Args:
@@ -22,9 +17,9 @@ def check_matrices(name: str, value: Tensor, shape: str) -> None:
     Raises:
         UnsupportedError: it is not.
     """
-    check_tensor(name, value, shape)
-    if value.dim() < 2:
-        raise UnsupportedError(f"{name} is {list(value.shape)}, but must be {shape}")
+    tensor = check_tensor(name, value, shape)
+    if tensor.dim() < 2:
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
 
 
 def check_extents(least: int = 0, **extents: object) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.act_fn import ActFn
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models.config_values import check_values
+from moequant.models.config_values import check_dtype_and_rope
 from moequant.models.moe_config import PROJECTIONS, MoeConfig
 from moequant.models.stacked import BIAS, StackedExperts
 
@@ -226,9 +226,10 @@ class Architecture:
         """The sizes of the expert layers.
 
         Raises:
-            CheckpointError: a key is missing or has an invalid value, also as `check_values`.
+            CheckpointError: a key is missing or has an invalid value, or see
+                `check_dtype_and_rope`.
         """
-        check_values(config)
+        check_dtype_and_rope(config)
         config = self._section_of(config)
         experts, top_k = self._positive(config, "experts"), self._positive(config, "top_k")
         if top_k > experts:

@@ -17,7 +17,7 @@ def sections_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (text_config if isinstance(text_config, dict) else {}, config)
 
 
-def check_values(config: Mapping[str, Any]) -> None:
+def check_dtype_and_rope(config: Mapping[str, Any]) -> None:
     """Check the types of values without which no engine makes a model.
 
     Raises:

@@ -134,7 +134,7 @@ def _expert_layouts(
             act_fn_of(converted, layer)  # refuses a function that is not computed
             layouts[layer] = layouts_of_layer(converted, layer, target, activations)
     if not layouts:
-        raise converted.without_converted_experts("there is nothing to prepare")
+        raise converted.no_converted_experts("there is nothing to prepare")
     return layouts
 
 

@@ -29,6 +29,7 @@ from moequant.quantizers.elements import (
     round_to_bfloat16,
     widen_bfloat16,
 )
+from moequant.quantizers.group_kernels import GROUPS
 from moequant.quantizers.operands import new_kernel
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 _ROWS = 16
 """Rows whose scales are computed before their codes: few enough to stay in the cache, and enough
 for a processor not to wait for each row's scale; also how far ahead weights are fetched."""
-_GROUPS = 16
-"""Groups whose scales are computed at a time: a vector of them."""
 _PAIRED = 32
 """Weights that are encoded at a time as pairs of even and odd columns."""
 
@@ -104,7 +103,7 @@ class W4a8Kernel:
         f = self._f
         row_scale = _row_scale(row_max.get())
         # Goes beyond the row's end, where the next row puts its steps after that.
-        together = 1 if self._wide else _GROUPS
+        together = 1 if self._wide else GROUPS
         with f.loop(start, start + self._groups, together) as index:
             step = f.load(Type("float", together), self._scales, index - first)
             group_code = _group_code(step, row_scale)
@@ -151,7 +150,7 @@ class W4a8Kernel:
 
 def scratch_count(groups: int) -> int:
     """Numbers of float32 the kernel has to be given as `scratch`, for so many groups in a row."""
-    return _ROWS * groups + _GROUPS - 1
+    return _ROWS * groups + GROUPS - 1
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:

@@ -124,11 +124,7 @@ class FusedExperts(nn.Module):
 
     @max_tokens.setter
     def max_tokens(self, value: int) -> None:
-        if type(value) is not int or value < 1:
-            raise UnsupportedError(
-                f"max_tokens is {value!r}, but must be a whole number, at least 1"
-            )
-        self._max_tokens = value
+        self._max_tokens = check_count("max_tokens", value, 1)
 
     @property
     def expert_map(self) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from moequant.arguments import check_count
 from moequant.errors import UnsupportedError
 from moequant.progress import SilentProgress
 from moequant.runtime.call import MAX_TOKENS
@@ -46,8 +47,7 @@ def tokens_of(mode: str, max_tokens: int) -> list[int]:
     """
     if mode not in MODES:
         raise UnsupportedError(f"mode is {mode!r}, but must be one of: {', '.join(MODES)}")
-    if max_tokens < 1:
-        raise UnsupportedError(f"max_tokens is {max_tokens}, but must be at least 1")
+    max_tokens = check_count("max_tokens", max_tokens, 1)
     if mode == "skip":
         return []
     if mode == "full":
@@ -193,7 +193,7 @@ def _one_of_each_kind(checkpoint: ConvertedCheckpoint) -> list[int]:
         scheme = checkpoint.activations_of_experts(layer)
         layers.setdefault((format, checkpoint.moe.act_fn_of(layer), scheme), layer)
     if not layers:
-        raise checkpoint.without_converted_experts("there is nothing to compile")
+        raise checkpoint.no_converted_experts("there is nothing to compile")
     return list(layers.values())
 
 

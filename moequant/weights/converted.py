@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from moequant.models import Architecture, MoeConfig, TensorRole
     from moequant.storage.checkpoint import TensorRange
 
+NOT_TOGETHER = "the weights and config.json do not belong together; fetch the checkpoint again"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedCheckpoint:
@@ -158,15 +160,16 @@ class ConvertedCheckpoint:
         """The format of a layer's routed experts; None where they were not converted."""
         return self.format_of(self.expert_module(layer, 0, "down"))
 
-    def without_converted_experts(self, then: str) -> CheckpointError | UnsupportedError:
-        """The error that config.json calls no layer's experts converted; `then` says what to do."""
+    def no_converted_experts(self, consequence: str) -> CheckpointError | UnsupportedError:
+        """The error that by config.json no layer's experts are converted; its text ends so."""
         for layer in self.expert_layers():
             module = self.expert_module(layer, 0, "down")
             for suffix in sorted(self.dialect.telling_suffixes):
                 if f"{module}.{suffix}" in self.checkpoint.tensors:
                     return undescribed(f"{module}.{suffix}")
         return UnsupportedError(
-            f"{self.checkpoint.path}: by config.json no layer's experts are converted; {then}"
+            f"{self.checkpoint.path}: by config.json no layer's experts are converted; "
+            f"{consequence}"
         )
 
     def activations_of_experts(self, layer: int) -> str | None:
@@ -360,8 +363,7 @@ def undescribed(tensor: str) -> CheckpointError:
     """That a tensor is part of a quantized weight, but config.json has no format of it."""
     return CheckpointError(
         f"{tensor}: belongs to a quantized weight, but quantization_config says that its module is "
-        "not quantized; the weights and config.json do not belong together; fetch the checkpoint "
-        "again"
+        f"not quantized; {NOT_TOGETHER}"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.models import Place, find_architecture
 from moequant.storage.headers import DTYPES, TensorInfo, dtype_name
-from moequant.weights.converted import stored_places, undescribed
+from moequant.weights.converted import NOT_TOGETHER, stored_places, undescribed
 from moequant.weights.encoded import EncodedInfo
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, TensorInfo]
     FormatOf = Callable[[str], str | None]
     BlockOf = Callable[[str], Block | None]
-
-_NEXT = "the weights and config.json do not belong together; fetch the checkpoint again"
 
 
 def encoded_weights(
@@ -201,11 +199,11 @@ def _in_stacks(
 def _stack(tensors: Tensors, place: Place, dtype: str) -> TensorInfo:
     """The tensor that holds a part of an expert, with the dtype and shape that it must have."""
     if place.tensor not in tensors:
-        raise CheckpointError(f"{place.tensor}: missing; {_NEXT}")
+        raise CheckpointError(f"{place.tensor}: missing; {NOT_TOGETHER}")
     info = tensors[place.tensor]
     if (info.dtype, info.shape) != (dtype, place.extents):
         raise CheckpointError(
             f"{place.tensor}: {info.dtype} {list(info.shape)}, but by config.json it is "
-            f"{dtype} {list(place.extents)}; {_NEXT}"
+            f"{dtype} {list(place.extents)}; {NOT_TOGETHER}"
         )
     return info

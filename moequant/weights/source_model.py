@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, TensorInfo]
 
 # What a quantized checkpoint holds and a plain one does not, in any known dialect.
-_QUANTIZED_DTYPES = {name for name, bits in DTYPE_BITS.items() if bits <= 8} - {"BOOL"}
+CODE_DTYPES = frozenset(name for name, bits in DTYPE_BITS.items() if bits <= 8) - {"BOOL"}
+"""Dtypes that hold no unquantized weights; the codes of INT4 are I32 under a name of their own."""
 
 _QUANTIZED_NAMES = (
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
@@ -173,7 +174,7 @@ def seen_as_source(
 def _check_plain(tensors: Tensors, quantization_config: Mapping[str, Any] | None) -> None:
     """Refuse quantized tensors of unknown meaning, which copies without their config would lose."""
     for name, info in tensors.items():
-        if info.dtype not in _QUANTIZED_DTYPES and not name.endswith(_QUANTIZED_NAMES):
+        if info.dtype not in CODE_DTYPES and not name.endswith(_QUANTIZED_NAMES):
             continue
         found = f"{name}: stored as {info.dtype}, so this checkpoint is quantized, and"
         others = (

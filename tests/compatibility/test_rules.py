@@ -6,7 +6,8 @@ import pytest
 
 from moequant.compatibility import Facts, judge, warnings_of
 from moequant.compatibility.facts import UNQUANTIZED, Placement
-from moequant.compatibility.rules import rules
+from moequant.compatibility.rules import _CONDITIONS, _read, rules
+from moequant.compatibility.tables import read_table
 from moequant.dialects import REGISTRY
 from moequant.formats import REGISTRY as FORMATS
 from moequant.models import architectures
@@ -213,3 +214,21 @@ def test_options_are_of_rules_that_load_and_an_option_each():
         for option in rule.options:
             assert option.startswith("--"), rule.id
             assert len(option.split()) <= 2, rule.id
+
+
+def test_a_format_helps_nothing_where_config_json_is_what_is_not_loaded():
+    about = {rule.id: rule for rule in rules() if rule.is_about_model}
+    assert {"act-fn", "act-fn-serving", "other-architectures", "no-architectures-vllm"} <= {*about}
+    assert {rule.id for rule in rules() if rule.lacks} <= {*about}
+    # What is stored, and where it runs, are other things.
+    others = {"unquantized-own", "rows-of-a-rank", "expert-ranks-vllm", "not-finite-config"}
+    assert not others & {*about}
+    assert not any(rule.loads or rule.dialects or rule.defect for rule in about.values())
+
+
+def test_every_condition_of_a_rule_is_known():
+    named = {rule.when for rule in rules() if rule.when}
+    assert named <= _CONDITIONS.keys()
+    (entry,) = (e for e in read_table("rules.toml")["rule"] if e["id"] == "act-fn")
+    with pytest.raises(AssertionError, match="moon"):
+        _read({**entry, "when": "moon is full"})

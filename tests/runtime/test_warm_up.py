@@ -159,7 +159,7 @@ def test_every_dtype_of_ids_weights_and_maps_is_called(layers, compiles, monkeyp
 @pytest.mark.parametrize("mode", ["full", "relax", "skip"])
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_a_call_has_a_token(mode, max_tokens):
-    with pytest.raises(UnsupportedError, match=f"max_tokens is {max_tokens}, but must be at"):
+    with pytest.raises(UnsupportedError, match=f"max_tokens is {max_tokens}, but must be a whole"):
         tokens_of(mode, max_tokens)
 
 
