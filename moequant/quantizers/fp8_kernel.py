@@ -9,6 +9,7 @@ from moequant.formats.elements import E4M3_FLOAT32_MAX, E4M3_MAX, FLOAT32_TINY
 from moequant.formats.fp8_block import SEARCH_FACTORS
 from moequant.native_code.vectors import F32, I32, I64, Type
 from moequant.quantizers.elements import E4M3, clamped, float_bits, group_sum
+from moequant.quantizers.native_kernel import NativeKernel
 from moequant.quantizers.operands import new_kernel
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class _Block(NamedTuple):
     right: Value
 
 
-class Fp8Kernel:
-    """See the module, and `moequant.quantizers.kernels`."""
+class Fp8Kernel(NativeKernel):
+    """See the module."""
 
     def __init__(self, format: Format, source: Source, options: Mapping[str, str]) -> None:
         self._format, self._source = format, source
@@ -47,7 +48,7 @@ class Fp8Kernel:
         self._rows, self._columns = f.parameter("rows"), f.parameter("columns")
 
     def write(self) -> Function:
-        """The function."""
+        """See `NativeKernel`."""
         f = self._f
         zero = f.constant(I64, 0)
         largest = f.variable(f.constant(Type(self._source.element), 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from moequant.formats.base import WEIGHTED
@@ -20,6 +20,7 @@ from moequant.quantizers.elements import (
     pack_nibbles,
     sign_bit,
 )
+from moequant.quantizers.native_kernel import NativeKernel
 from moequant.quantizers.operands import new_kernel
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _MINIFLOATS = {"e2m1": E2M1, "e4m3": E4M3}
 """The elements that are encoded."""
 
 
-class _GroupKernel(ABC):
+class _GroupKernel(NativeKernel):
     """Codes of groups that depend on nothing but themselves, many groups at a time."""
 
     _searches: bool
@@ -80,7 +81,7 @@ class _GroupKernel(ABC):
         """The `scales` of `e2m1.encode_bfloat16`."""
 
     def write(self) -> Function:
-        """The function."""
+        """See `NativeKernel`."""
         f, source, group = self._f, self._source, self._group
         largest = f.variable(f.constant(Type(source.element), 0))
         groups = f.parameter("rows") * f.parameter("columns") // group

@@ -1,8 +1,8 @@
-"""The reference functions of `moequant.formats` once more, as functions on vectors.
+"""The functions of the native quantizer by format: what `Format.quantize` does, on vectors.
 
-Every kernel takes the same parameters and returns the largest magnitude of the weights, as the bits
-of the source dtype without their sign: NaN and Inf are those that reach `Source.infinity`. What it
-has written by then is of no use.
+Every function takes the same parameters and returns the largest magnitude of the weights, as the
+bits of the source dtype without their sign: NaN and Inf are those that reach `Source.infinity`.
+What it has written by then is of no use.
 
 Where these differ from the reference in more than the order of independent operations:
 
@@ -15,7 +15,7 @@ Where these differ from the reference in more than the order of independent oper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,25 +25,19 @@ from moequant.quantizers.fp8_kernel import TILE, Fp8Kernel
 from moequant.quantizers.group_kernels import GROUPS, E8m0Kernel, Nvfp4Kernel
 from moequant.quantizers.operands import new_kernel
 from moequant.quantizers.w4a8_kernel import W4a8Kernel
-from moequant.quantizers.w4a8_kernel import scratch_count as w4a8_scratch_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from moequant.formats import Format
     from moequant.native_code.vectors import Function
     from moequant.quantizers.elements import Source
-
-    _MakeKernel = Callable[[Format, Source, Mapping[str, str]], "_Kernel"]
+    from moequant.quantizers.native_kernel import NativeKernel
 
 _STRIP = 128
 """Weights that `amax` reads at a time."""
-
-
-class _Kernel(Protocol):
-    def write(self) -> Function: ...
 
 
 def amax(source: Source) -> Function:
@@ -73,7 +67,7 @@ def padded_importance(format: Format, importance: Tensor) -> Tensor:
     return torch.nn.functional.pad(importance, (0, -len(importance) % TILE))
 
 
-KERNELS: dict[tuple[str, torch.dtype], _MakeKernel] = {
+KERNELS: dict[tuple[str, torch.dtype], type[NativeKernel]] = {
     ("e4m3", torch.float32): Fp8Kernel,
     ("e4m3", torch.float8_e8m0fnu): E8m0Kernel,
     ("e2m1", torch.float8_e8m0fnu): E8m0Kernel,
@@ -97,8 +91,9 @@ def quantizing_kernel(format: Format, source: Source, options: Mapping[str, str]
 
 def scratch_count(format: Format, groups: int) -> int:
     """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
-    return w4a8_scratch_count(groups) if _kernel_of(format) is W4a8Kernel else 0
+    kernel = _kernel_of(format)
+    return 0 if kernel is None else kernel.scratch_count(groups)
 
 
-def _kernel_of(format: Format) -> _MakeKernel | None:
+def _kernel_of(format: Format) -> type[NativeKernel] | None:
     return KERNELS.get((format.element.name, format.scale_dtype))

@@ -1,4 +1,4 @@
-"""`moequant.formats.w4a8`; `scratch` holds the scales of some rows, as `scratch_count` says."""
+"""INT4 codes with a BF16 scale for each group; `scratch` holds the scales of some rows."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from moequant.quantizers.elements import (
     widen_bfloat16,
 )
 from moequant.quantizers.group_kernels import GROUPS
+from moequant.quantizers.native_kernel import NativeKernel
 from moequant.quantizers.operands import new_kernel
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ _PAIRED = 32
 """Weights that are encoded at a time as pairs of even and odd columns."""
 
 
-class W4a8Kernel:
-    """See the module, and `moequant.quantizers.kernels`."""
+class W4a8Kernel(NativeKernel):
+    """See the module."""
 
     def __init__(self, format: Format, source: Source, options: Mapping[str, str]) -> None:
         self._source = source
@@ -63,7 +64,7 @@ class W4a8Kernel:
         self._largest = f.variable(f.constant(Type(source.element), 0))
 
     def write(self) -> Function:
-        """The function."""
+        """See `NativeKernel`."""
         f = self._f
         with f.loop(f.constant(I64, 0), self._rows, _ROWS) as top:
             bottom = self._rows.umin(top + _ROWS)
@@ -76,6 +77,11 @@ class W4a8Kernel:
             self._encode(first, bottom)
         f.give(self._largest.get().to("i32"))
         return f
+
+    @staticmethod
+    def scratch_count(groups: int) -> int:
+        """See `NativeKernel`: the scales of some rows."""
+        return _ROWS * groups + GROUPS - 1
 
     def _find_steps(self, start: Value, first: Value, row_max: Variable) -> None:
         """The step of each group from `start` on, and the largest of the row.
@@ -146,11 +152,6 @@ class W4a8Kernel:
         if self._source.dtype == "float32":
             return encode_int4(x / scale.splat(x.type.lanes))
         return encode_near_int4(x * (self._f.constant(F32, 1.0) / scale).splat(x.type.lanes))
-
-
-def scratch_count(groups: int) -> int:
-    """Numbers of float32 the kernel has to be given as `scratch`, for so many groups in a row."""
-    return _ROWS * groups + GROUPS - 1
 
 
 def _step(source: Source, high: Value, low: Value) -> Value:
