@@ -50,6 +50,7 @@ def times(factor):
 
 DESTROYED = [
     pytest.param("nvfp4", gate_of_200_beside_up_of_2e6, id="up far below gate"),
+    pytest.param("fp8_tensor", gate_of_200_beside_up_of_2e6, id="up far below gate's only scale"),
     pytest.param("w4a8", times(1e-8), id="w4a8, weights of 2e-10"),
     pytest.param("w4a8", times(1e-30), id="w4a8, weights of 2e-32"),
     pytest.param("mxfp4", times(1e-38), id="mxfp4, weights of 2e-40"),
