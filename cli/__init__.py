@@ -7,7 +7,6 @@ and `moequant --help`, a mistyped option or a completion should not wait for it.
 from __future__ import annotations
 
 import gc
-import signal
 import warnings
 
 import click
@@ -33,8 +32,8 @@ from moequant.cli import (
     warm_up,
 )
 from moequant.cli.failures import CommandGroup
+from moequant.cli.interruption import raise_interruptions
 from moequant.cli.output import print_warnings_of
-from moequant.cli.torch_import import with_torch
 from moequant.errors import SlowPathWarning
 
 
@@ -69,7 +68,7 @@ for module in (
     bench,
     demo,
 ):
-    cli.add_command(with_torch(module.command))
+    cli.add_command(module.command)
 
 
 def main() -> None:
@@ -77,8 +76,7 @@ def main() -> None:
     # torch warns at its first operation if NumPy is missing; moequant does not use NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     print_warnings_of(SlowPathWarning)
-    # `kill` and a cluster's time limit stop a run as Ctrl-C does, so that it can be resumed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raise_interruptions()
     # The headers of a large model are a million objects that stay, through which the garbage
     # collector goes again and again by default; it then takes a third of the time of a report.
     gc.set_threshold(50_000, 20, 20)

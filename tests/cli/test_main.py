@@ -20,9 +20,11 @@ from moequant.errors import MoequantError, SlowPathWarning
 
 @pytest.fixture
 def restored_signals():
-    before, thresholds = signal.getsignal(signal.SIGTERM), gc.get_threshold()
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGALRM
+    before, thresholds = [signal.getsignal(number) for number in numbers], gc.get_threshold()
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
     gc.set_threshold(*thresholds)
 
 
