@@ -243,6 +243,8 @@ def facts_of_model(
     """Fields of `Facts` that do not depend on how the weights are quantized."""
     model_type = str(config.get("model_type"))
     is_own = architecture.origin is not None
+    # A user's file may describe a model with a function of its own.
+    foreign = None if is_own or moe.act_fn.name in ACT_FNS else moe.act_fn.name
     return {
         "model_type": model_type,
         "not_loaded": architecture.tested.get("not_loaded", {}).get(model_type),
@@ -258,14 +260,9 @@ def facts_of_model(
         "classes": classes_in(config),
         # A user's file may describe another model of the same type.
         "model_classes": () if is_own else classes_of(model_type),
-        # A user's file may describe a model with a function of its own.
-        "unknown_act_fn": None if is_own or _is_known(moe.act_fn.name) else moe.act_fn.name,
+        "unknown_act_fn": None if foreign in OTHER_ACT_FNS else foreign,
+        "foreign_act_fn": foreign,
     }
-
-
-def _is_known(act_fn: str) -> bool:
-    """Whether an engine may have an activation function of this name."""
-    return act_fn in ACT_FNS or act_fn in OTHER_ACT_FNS
 
 
 def _formats_by_layer(

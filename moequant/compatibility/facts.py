@@ -79,6 +79,7 @@ class Facts:
         classes: `architectures` of config.json, empty without; None if it is not known.
         model_classes: the classes of such a model, the usual one first; empty if not known.
         unknown_act_fn: the activation function of its experts, if no engine has one of this name.
+        foreign_act_fn: likewise, if moequant has none of this name.
         not_finite: numbers of config.json that JSON does not have, in words; empty of a checkpoint
             that is about to be written.
     """
@@ -107,6 +108,7 @@ class Facts:
     classes: tuple[str, ...] | None = None
     model_classes: tuple[str, ...] = ()
     unknown_act_fn: str | None = None
+    foreign_act_fn: str | None = None
     not_finite: str = ""
 
     # Kept, because every rule about classes asks again for each GPU and number of ranks.

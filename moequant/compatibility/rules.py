@@ -36,6 +36,7 @@ _CONDITIONS: Mapping[str, Callable[[Facts, Placement], bool]] = {
     "another model": lambda facts, _: facts.names_another_model,
     "another task": lambda facts, _: facts.names_another_task,
     "unknown act_fn": lambda facts, _: facts.unknown_act_fn is not None,
+    "foreign act_fn": lambda facts, _: facts.foreign_act_fn is not None,
     "not finite": lambda facts, _: bool(facts.not_finite),
     "unquantized": lambda facts, _: facts.dialect == UNQUANTIZED,
     "several ranks": lambda _, at: at.tp > 1 or at.ep > 1,
@@ -44,7 +45,7 @@ _CONDITIONS: Mapping[str, Callable[[Facts, Placement], bool]] = {
     "kv heads and tp do not divide": lambda facts, at: _neither_divides(facts.kv_heads, at.tp),
 }
 """What `when` of a rule may say."""
-_ABOUT_CONFIG = ("no classes", "another model", "unknown act_fn")
+_ABOUT_CONFIG = ("no classes", "another model", "unknown act_fn", "foreign act_fn")
 """Of these, those about config.json alone."""
 
 
@@ -199,7 +200,7 @@ class EngineRule:
                 lacking=" and no ".join(self.lacking(facts)),
                 classes=", ".join(facts.classes or ()),
                 model_type=facts.model_type,
-                act_fn=facts.unknown_act_fn,
+                act_fn=facts.foreign_act_fn,
                 not_finite=facts.not_finite,
                 model_class=next(iter(facts.model_classes), "that of its original release"),
                 found=None if defect is None else defect.found,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from moequant.errors import UnsupportedError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.library import building, import_transformers
 from moequant.integrations.module_weights import ModuleWeights, check_complete, size_bytes
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
 from moequant.integrations.transformers import (
@@ -329,6 +329,7 @@ def _build(transformers: ModuleType, config: Any, dtype: torch.dtype) -> Any:
     with ExitStack() as stack:
         for context in found.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
+        stack.enter_context(building(found.__name__))
         model = found(config)
     return model.eval().requires_grad_(False)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 
@@ -31,6 +33,24 @@ def import_transformers() -> ModuleType:
     library: ModuleType = transformers
     _check_version(library.__version__)
     return library
+
+
+@contextmanager
+def building(name: str) -> Iterator[None]:
+    """Within it, a model of the class `name` is made from config.json.
+
+    Raises:
+        CheckpointError: for what transformers raises, as an operation of Python's or torch's that
+            fails: a value of config.json is of a wrong type, or does not go with others.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name}: transformers {import_transformers().__version__} cannot make the model that "
+            f"config.json describes: {type(error).__name__}: {error}; compare config.json with "
+            "that of the model's release"
+        ) from error
 
 
 @cache

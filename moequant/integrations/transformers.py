@@ -29,7 +29,7 @@ from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import STATIC_SCHEMES, dequantize
 from moequant.integrations.decoding import use_static_cache, why_not_static
-from moequant.integrations.library import import_transformers
+from moequant.integrations.library import building, import_transformers
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -355,12 +355,18 @@ def _build(
     """Build the model from `tensors`, which have their names on disk.
 
     Raises:
-        CheckpointError: a tensor is missing or has the wrong shape.
+        CheckpointError: a tensor is missing or has the wrong shape, or the model cannot be made.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    with no_progress_bar():  # all tensors are already in memory
+    # All tensors are already in memory. Those of other shapes are said in our words.
+    with no_progress_bar(), building(model_class.__name__):
         model, report = model_class.from_pretrained(
-            None, config=config, state_dict=tensors, output_loading_info=True, **given
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **given,
         )
     for fault in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report[fault]:

@@ -182,7 +182,8 @@ def _check_functions(source: Checkpoint, model: Model) -> None:
     if unknown := functions - {*FUNCTIONS}:
         raise UnsupportedError(
             f"{source.path}/config.json: activation function {min(unknown)!r}, but layers are "
-            f"evaluated with {', '.join(FUNCTIONS)}; give 0 layers, to run none"
+            f"evaluated with {', '.join(FUNCTIONS)}; give 0 layers (--layers 0), to compare "
+            "the weights alone"
         )
 
 
