@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,18 @@ def _parse_ids(
         if not (word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS):
             raise click.BadParameter(f"{word!r} is not a token id; give ids as 1,2,3", ctx, param)
     return tuple(map(int, words))
+
+
+def _check_temperature(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if value == 0:
+        return value
+    from moequant.integrations.generation import MIN_TEMPERATURE
+
+    if not MIN_TEMPERATURE <= value < math.inf:
+        raise click.BadParameter(
+            f"{value} is neither 0 nor a number from {MIN_TEMPERATURE:g} on", ctx, param
+        )
+    return value
 
 
 @click.command(
@@ -92,13 +105,14 @@ def _parse_ids(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.0,
+    callback=_check_temperature,
     show_default=True,
     metavar="T",
     help="0 takes the likeliest token (greedy); above 0, tokens are sampled.",
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 2**64 - 1),
     default=0,
     show_default=True,
     metavar="N",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NO_TOKENS = "the prompt has no tokens; give at least one"
 
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Logits are divided by the temperature; far below this they overflow."""
 
 _WARM_UP_TOKENS = 4
@@ -211,9 +211,9 @@ def _check_arguments(
     if not prompt:
         raise UnsupportedError(_NO_TOKENS)
     check_count("max_new_tokens", max_new_tokens, 1)
-    if temperature != 0 and not _MIN_TEMPERATURE <= temperature < float("inf"):
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
         raise UnsupportedError(
-            f"temperature is {temperature}, but must be 0 or at least {_MIN_TEMPERATURE:g}"
+            f"temperature is {temperature}, but must be 0 or a number from {MIN_TEMPERATURE:g} on"
         )
     if not 0 <= seed < 1 << 64:
         raise UnsupportedError(f"seed is {seed}, but must be from 0 to 2**64 - 1")

@@ -147,6 +147,10 @@ def test_wrong_usage_exits_2(run, converted):
         ("--prompt-ids", "9" * 5000),
         ("--prompt-ids", "1", "--max-new-tokens", 0),
         ("--prompt-ids", "1", "--temperature", -1),
+        ("--prompt-ids", "1", "--temperature", "nan"),
+        ("--prompt-ids", "1", "--temperature", "inf"),
+        ("--prompt-ids", "1", "--temperature", "1e-30"),
+        ("--prompt-ids", "1", "--seed", 1 << 64),
         ("--prompt-ids", "1", "--activations", "int8"),
         ("--prompt-ids", "1", "--compile", "--enforce-eager"),
     ):
