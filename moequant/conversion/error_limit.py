@@ -8,7 +8,8 @@ weight of 7 steps beside 127 of just less than half a step gives sqrt(127/4 / (1
 and 6 % in FP8 blocks. So outliers pass, and beyond the limit are only weights for which the format
 has no scale: they are far smaller than weights that share their global scale, or smaller than the
 smallest scale. A conversion looks at the scales, which costs next to nothing, and measures the
-error of weights with a scale at the lower end of the range.
+error of weights with a scale at the lower end of the range. In `fp8_tensor` two matrices share a
+scale that says nothing of the smaller one, so it looks at their codes.
 """
 
 from __future__ import annotations

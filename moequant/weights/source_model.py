@@ -160,13 +160,17 @@ def seen_as_source(
         return None
     dialect = find_dialect(quantization_config, checkpoint.tensors)
     architecture = find_architecture(config, own, names=checkpoint.tensors)
-    encoded_weights(checkpoint.tensors, config, quantization_config, dialect, own)
+    encoded = encoded_weights(checkpoint.tensors, config, quantization_config, dialect, own)
+    # Where nothing is quantized, what config.json says of modules need not make sense.
+    format_of = (
+        dialect.reader(quantization_config, weights_only=True) if encoded else lambda _: None
+    )
     return ConvertedCheckpoint(
         checkpoint=checkpoint,
         dialect=dialect,
         architecture=architecture,
         moe=architecture.read_config(config),
-        format_of=dialect.reader(quantization_config, weights_only=True),
+        format_of=format_of,
         block_of=dialect.block_reader(quantization_config),
     )
 

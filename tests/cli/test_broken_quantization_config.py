@@ -75,6 +75,22 @@ def test_plain_weights_beside_a_known_method_are_said(run, with_entry):
     assert "its weights are not quantized" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"quant_method": "modelopt"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4}, "targets": ["Linear"]}},
+        },
+    ],
+)
+def test_inspect_shows_plain_weights_whatever_the_entry_says(run, with_entry, entry):
+    done = run("inspect", with_entry(entry))
+    assert done.exit_code == 0
+    assert f"none found, though config.json says {entry['quant_method']}" in done.stdout
+
+
 CODE = "weight_global_scale: belongs to a quantized weight, but quantization_config says"
 
 
