@@ -321,7 +321,8 @@ def test_a_journal_of_gigabytes_is_refused_without_reading_it(source, begun, mon
     before = path.stat()
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
     message = (
-        r"journal\.jsonl: 1099511627776 bytes, but at most 100000000 are.*; remove it and run again"
+        r"journal\.jsonl: 1099511627776 bytes, too many for a journal, .* 100000000; remove it and "
+        "run again"
     )
     with pytest.raises(MoequantError, match=message):
         convert(source, begun, format="mxfp4", max_shard_size=SHARDS)
