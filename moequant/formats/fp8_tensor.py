@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from moequant.formats.base import QuantizedWeight
 
-_ENOUGH = 64.0
-_ENOUGH_CODE = 0x68
-"""That of `_ENOUGH` in E4M3."""
+_ENOUGH = 0x68
+"""64 in E4M3."""
 
 
 class Fp8Tensor(Fp8Block):
@@ -44,15 +43,15 @@ class Fp8Tensor(Fp8Block):
     options = {"scale": ("power_of_two", "float32")}  # noqa: RUF012
 
     def underflows(self, q: QuantizedWeight) -> bool:
-        """As Format; also whether no code is `_ENOUGH` or more: the scale may be too large for it.
+        """As Format; also whether no code is 64 or more: the scale may be too large for it.
 
         Beside a code of 64, others that are lost, each below half of the smallest step of 2**-9,
         reach the 16 % of the norm that a conversion refuses only in a matrix of 10**8 weights.
         """
         # Codes of positive numbers, as signed bytes, have their order. Of negative ones alone,
         # which are below, the error is measured in vain.
-        largest = int(q.qdata.view(torch.int8).max()) if q.qdata.numel() else _ENOUGH_CODE
-        return super().underflows(q) or largest < _ENOUGH_CODE
+        largest = int(q.qdata.view(torch.int8).max()) if q.qdata.numel() else _ENOUGH
+        return super().underflows(q) or largest < _ENOUGH
 
     def global_scale(self, weights: Sequence[Tensor], options: Mapping[str, str]) -> Tensor:
         """As Format: the scale of the largest magnitude of all."""
