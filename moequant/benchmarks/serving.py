@@ -67,14 +67,13 @@ PLAIN = "bf16"
 _LOG_END = 2000
 """Characters of a failed engine's output that are kept."""
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Of every process: in one process, with the log that says who runs the experts, and no network."""
+"""Of every process: vLLM's log says who runs the experts, and nothing uses the network."""
 _LOGGED = re.compile(r"\bERROR [^\[]*\[[^\]]+:\d+\] (.*)")
 """A line that vLLM logs as an error, with what follows its prefix."""
 _OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")

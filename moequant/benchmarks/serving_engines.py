@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moequant.benchmarks.device_profile import DeviceProfiler, profile_call
+from moequant.benchmarks.device_profile import DeviceProfile, profile_call
+from moequant.benchmarks.vllm_worker import ProfiledWorker
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME as PLUG_IN
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from transformers import Cache, PreTrainedModel
 
-    from moequant.benchmarks.device_profile import DeviceProfile
     from moequant.runtime.activations import ActivationsChoice
 
     Prompts = Sequence[Sequence[int]]
@@ -80,19 +80,8 @@ class Engine(ABC):
         return profile_call(partial(self.generate, prompts, new_tokens))
 
 
-def _start_profile(worker: Any) -> None:
-    """In a process of vLLM's that uses a GPU."""
-    worker.moequant_profiler = DeviceProfiler()
-    worker.moequant_profiler.start()
-
-
-def _stop_profile(worker: Any) -> DeviceProfile:
-    found: DeviceProfile = worker.moequant_profiler.stop()
-    return found
-
-
 class Vllm(Engine):
-    """vLLM, with CUDA graphs and torch.compile as it starts by default, in this process."""
+    """vLLM as it starts by default: CUDA graphs, torch.compile, and a process of its own."""
 
     def __init__(self, setup: Setup) -> None:
         if find_spec("vllm") is None:
@@ -119,6 +108,7 @@ class Vllm(Engine):
             disable_log_stats=True,
             tensor_parallel_size=setup.tensor_parallel,
             enable_expert_parallel=setup.expert_parallel,
+            worker_extension_cls=f"{ProfiledWorker.__module__}.{ProfiledWorker.__qualname__}",
             **chosen,
             **self._options(setup),
         )
@@ -135,16 +125,13 @@ class Vllm(Engine):
         self._llm.generate(inputs, sampling, use_tqdm=False)
 
     def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
-        """See `Engine`; with tensor parallelism, GPUs are used by processes of their own.
-
-        vLLM calls a function in all of them, so all are profiled.
-        """
-        self._llm.collective_rpc(_start_profile)
+        """See `Engine`; GPUs are used by processes of vLLM's, and all of these are profiled."""
+        self._llm.collective_rpc(ProfiledWorker.moequant_start_profile.__name__)
         try:
             self.generate(prompts, new_tokens)
         finally:
-            profiles: list[DeviceProfile] = self._llm.collective_rpc(_stop_profile)
-        return profiles[0]
+            first, *_ = self._llm.collective_rpc(ProfiledWorker.moequant_stop_profile.__name__)
+        return DeviceProfile(**first)
 
 
 class VllmWithPlugIn(Vllm):
