@@ -122,7 +122,11 @@ class Vllm(Engine):
             temperature=0.0, max_tokens=new_tokens, detokenize=False, ignore_eos=True
         )
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        self._llm.generate(inputs, sampling, use_tqdm=False)
+        # The engine would begin with the first prompt, and read the others in another step.
+        self._llm.sleep(level=0, mode="keep")
+        self._llm.enqueue(inputs, sampling, use_tqdm=False)
+        self._llm.wake_up(tags=["scheduling"])
+        self._llm.wait_for_completion(use_tqdm=False)
 
     def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
         """See `Engine`; GPUs are used by processes of vLLM's, and all of these are profiled."""

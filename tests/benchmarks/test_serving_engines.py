@@ -48,12 +48,23 @@ def test_of_vllm_the_first_process_that_uses_a_gpu_is_profiled(said):
             # Processes are told a name, and send what JSON can hold.
             return [json.loads(json.dumps(getattr(w, method)())) for w in self.workers]
 
-        def generate(self, inputs, sampling, use_tqdm):
+        def sleep(self, level, mode):
+            said.append(("sleep", level, mode))
+
+        def enqueue(self, inputs, sampling, use_tqdm):
             said.append(inputs)
+
+        def wake_up(self, tags):
+            said.append(("wake up", tags))
+
+        def wait_for_completion(self, use_tqdm):
+            said.append("wait")
 
     engine = object.__new__(Vllm)
     engine._llm, engine._sampling = LLM(), dict
     found = engine.profile([[1, 2]], 3)
     prompts = [{"prompt_token_ids": [1, 2]}]
-    assert said == ["start", "start", prompts, "stop", "stop"]
-    assert found.launches == {"k": 4}
+    # All prompts are there before the first step.
+    generated = [("sleep", 0, "keep"), prompts, ("wake up", ["scheduling"]), "wait"]
+    assert said == ["start", "start", *generated, "stop", "stop"]
+    assert found.launches == {"k": 7}
