@@ -80,8 +80,8 @@ class Facts:
         classes: `architectures` of config.json, empty without; None if it is not known.
         model_classes: the classes of such a model, the usual one first; empty if not known.
         foreign_act_fn: the activation function of its experts, if moequant has none of this name.
-        not_finite: numbers of config.json that JSON does not have, in words; empty of a checkpoint
-            that is about to be written.
+        not_finite: `non_finite_text` of config.json; empty of a checkpoint that is about to be
+            written.
     """
 
     dialect: str
