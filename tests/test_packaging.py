@@ -320,7 +320,7 @@ def test_wheel_is_pure_and_holds_every_module_and_all_data(wheel):
     files = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"moequant/py.typed", "moequant/models/architectures.toml"}
     wanted.add("moequant/reporting/style.css")
-    tables = ("rules", "kernels", "gpus", "attention", "merged", "classes")
+    tables = ("rules", "kernels", "gpus", "attention", "merged", "classes", "act_fns")
     wanted |= {f"moequant/compatibility/{name}.toml" for name in tables}
     sources = [p for kind in ("cu", "cuh") for p in (ROOT / "kernels").rglob(f"*.{kind}")]
     wanted |= {f"moequant/{p.relative_to(ROOT).as_posix()}" for p in sources}

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from moequant.kernels.sm90.buffers import Buffers
     from moequant.kernels.sm90.grouped_gemm import GroupedGemm
 
+    _Launches = tuple[Relaunch, Relaunch | None, Relaunch]
+
 
 class Sm90Plan:
     """Kernels and buffers for calls of M tokens with T experts each.
@@ -74,7 +76,7 @@ class Sm90Plan:
         self._gathers = gathers
         self._routed = routed
         self._static13, self._static2 = static13, static2
-        self._launches: dict[tuple[object, ...], tuple[Relaunch, Relaunch | None, Relaunch]] = {}
+        self._launches: dict[tuple[object, ...], _Launches] = {}
 
     def prepare(
         self,
@@ -141,7 +143,6 @@ class Sm90Plan:
     ) -> None:
         """Run the experts on the current stream; see `Sm90Weights.run`, all tensors contiguous."""
         stream = stream_of(hidden.device)
-        y, row_of_pair = self.buffers.y, self.buffers.routing.row_of_pair
         gathered = self.buffers.x is None
         if gathered:
             hidden = _to_gather(hidden)
@@ -150,32 +151,46 @@ class Sm90Plan:
             kinds = _kinds(hidden, topk_weights, topk_ids, out, expert_map)
             known = None if kinds is None else self._launches.get(kinds)
             if known is not None:
-                first, between, last = known
-                if self._routed:
-                    self.gate_up.route(topk_ids, expert_map)
-                ids_map = topk_ids if expert_map is None else expert_map
-                if gathered:
-                    self.gate_up.gather_from(hidden)
-                    first(topk_ids, ids_map, stream=stream)
-                else:
-                    first(hidden, topk_ids, ids_map, stream=stream)
-                self.gate_up(stream)
-                if between is not None:
-                    between(stream=stream)
-                self.down(stream)
-                last(y, row_of_pair, topk_weights, out, stream=stream)
+                self._launch_again(known, hidden, topk_weights, topk_ids, out, expert_map, stream)
                 return
         prepared = self.prepare(hidden, topk_ids, expert_map, hidden_scale)
         self.gate_up(stream)
         quantized = self.quantize()
         self.down(stream)
-        reduced = weighted_reduce(y, row_of_pair, topk_weights, out)
+        b = self.buffers
+        reduced = weighted_reduce(b.y, b.routing.row_of_pair, topk_weights, out)
         if kinds is not None and prepared is not None and reduced is not None:
             self._launches[kinds] = (
                 prepared.keeping_all_but(2 if gathered else 3),
                 quantized,
                 reduced.keeping_all_but(4),
             )
+
+    def _launch_again(
+        self,
+        launches: _Launches,
+        hidden: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        out: Tensor,
+        expert_map: Tensor | None,
+        stream: int,
+    ) -> None:
+        """A call by the launches that an earlier one of its kinds left."""
+        first, between, last = launches
+        if self._routed:
+            self.gate_up.route(topk_ids, expert_map)
+        ids_map = topk_ids if expert_map is None else expert_map
+        if self.buffers.x is None:
+            self.gate_up.gather_from(hidden)
+            first(topk_ids, ids_map, stream=stream)
+        else:
+            first(hidden, topk_ids, ids_map, stream=stream)
+        self.gate_up(stream)
+        if between is not None:
+            between(stream=stream)
+        self.down(stream)
+        last(self.buffers.y, self.buffers.routing.row_of_pair, topk_weights, out, stream=stream)
 
     def stages(
         self, hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor

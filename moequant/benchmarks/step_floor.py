@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
-from moequant.models import find_architecture
+from moequant.models import find_architecture, language_section
 from moequant.storage.checkpoint import Checkpoint
 from moequant.weights.converted import described_architectures
 
@@ -85,8 +85,7 @@ class StepFloor:
             found,
             self._moe,
         )
-        inner = opened.config.get("text_config")
-        self._config = inner if isinstance(inner, dict) else opened.config
+        self._config = language_section(opened.config)
         self._path = opened.path
 
     def step(self, batch: int, context: float) -> StepBytes:

@@ -10,6 +10,7 @@ runs differ. Each is checked before it is timed.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from moequant.runtime import FusedExperts
 from moequant.storage.disk import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from moequant.benchmarks.shapes import LayerShape
@@ -64,7 +65,7 @@ class TunedLayer:
         *,
         activations: ActivationsChoice = "format",
     ) -> None:
-        self._shape = shape
+        self.shape = shape
         self._device = device
         self._weights = random_experts(shape, format, device)
         self._activations = activations
@@ -82,11 +83,11 @@ class TunedLayer:
         Raises:
             NumericsError: a tiling computes something else.
         """
-        topk, tuner = self._shape.topk, self.tuner
+        topk, tuner = self.shape.topk, self.tuner
         assert tuner is not None
         with torch.cuda.device(self._device):
             tuner.compile_tilings(tokens, topk, tilings)
-            inputs = inputs_of(self._shape, tokens, self._device, routing)
+            inputs = inputs_of(self.shape, tokens, self._device, routing)
             pick = checked_tokens(tokens, self._device)
             reference = FusedExperts(
                 self._weights, backend="torch_reference", activations=self._activations
@@ -150,54 +151,53 @@ def tune(
     """
     place = cuda_device(device)
     _check_tokens(shapes, tokens)
+    layer_of = partial(TunedLayer, backend=backend, device=place, activations=activations)
     refusals: dict[str, str] = {}
-    layers: list[tuple[str, str]] = []
-    tables: dict[str, Path] = {}
+    tables: dict[tuple[str, str], Path] = {}
     for name, shape in shapes.items():
         for each in CONVERTIBLE if formats is None else formats:
-            few = replace(shape, experts=1, topk=1)
             try:
-                tuner = TunedLayer(few, each, backend, place, activations=activations).tuner
+                tuner = layer_of(replace(shape, experts=1, topk=1), each).tuner
             except UnsupportedError as error:
                 if formats is not None:
                     raise
                 refusals[f"{name}, {each}"] = str(error)
                 continue
             if tuner is not None:
-                layers.append((name, each))
-                tables[each] = tuner.table(path)
-    _check_tables(tables, path)
+                tables[name, each] = tuner.table(path)
+    table_of = {each: table for (_, each), table in tables.items()}
+    _check_tables(table_of, path)
     report = progress or SilentProgress()
-    report.start("tuning", len(layers) * len(tokens), unit="sizes")
+    report.start("tuning", len(tables) * len(tokens), unit="sizes")
     cells = []
-    for name, each in layers:
-        layer = TunedLayer(shapes[name], each, backend, place, activations=activations)
-        tuner, topk = layer.tuner, shapes[name].topk
-        assert tuner is not None
-        # Before any is kept, which those of near numbers of tokens would start from.
-        for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
-            kept, tried = _tuned(layer, M, tilings)
-            tuner.keep(M, topk, kept, tried[kept]["time_us"], tables[each])
-            cells.append(
-                {
-                    "shape": name,
-                    "format": each,
-                    "tokens": M,
-                    "before": tried[tilings[0]],
-                    "after": tried[kept],
-                    "tried": list(tried.values()),
-                }
-            )
-            report.advance(1, f"{name} in {each}, {M} tokens")
-        del layer, tuner  # before the next takes as much memory
+    for (name, each), table in tables.items():
+        for cell in _tune_layer(layer_of(shapes[name], each), tokens, table):
+            cells.append({"shape": name, "format": each, **cell})
+            report.advance(1, f"{name} in {each}, {cell['tokens']} tokens")
     report.finish()
     return {
         "gpu": torch.cuda.get_device_name(place),
         "activations": activations,
-        "tables": {each: str(table) for each, table in tables.items()},
+        "tables": {each: str(table) for each, table in table_of.items()},
         "refusals": refusals,
         "cells": cells,
     }
+
+
+def _tune_layer(layer: TunedLayer, tokens: Sequence[int], table: Path) -> Iterator[dict[str, Any]]:
+    """Write the fastest tiling for each M to the table; what `tune` says of each."""
+    tuner, topk = layer.tuner, layer.shape.topk
+    assert tuner is not None
+    # Before any is kept, which those of near numbers of tokens would start from.
+    for M, tilings in [(M, tuner.tilings(M, topk)) for M in tokens]:
+        kept, tried = _tuned(layer, M, tilings)
+        tuner.keep(M, topk, kept, tried[kept]["time_us"], table)
+        yield {
+            "tokens": M,
+            "before": tried[tilings[0]],
+            "after": tried[kept],
+            "tried": list(tried.values()),
+        }
 
 
 def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> None:

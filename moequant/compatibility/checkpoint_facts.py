@@ -47,16 +47,6 @@ if TYPE_CHECKING:
     from moequant.weights.source_model import SourceModel
 
 
-OTHER_ACT_FNS = frozenset({
-    "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
-    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu",
-    "quick_gelu", "relu", "relu6", "sigmoid", "sqrtsoftplus", "swigluoai_uninterleave", "swish",
-    "tanh", "xielu",
-})  # fmt: skip
-"""Functions that transformers 5.24 (activations.py: ACT2CLS) or vLLM 0.33.0 (MoEActivation) has by
-names that `moequant.act_fn` lacks."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Examined:
     """A checkpoint that was looked at.
@@ -260,7 +250,6 @@ def facts_of_model(
         "classes": classes_in(config),
         # A user's file may describe another model of the same type.
         "model_classes": () if is_own else classes_of(model_type),
-        "unknown_act_fn": None if foreign in OTHER_ACT_FNS else foreign,
         "foreign_act_fn": foreign,
     }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.model_classes import name_another_model, name_another_task
+from moequant.compatibility.tables import read_table
 from moequant.models import sections_of
 
 if TYPE_CHECKING:
@@ -78,10 +79,9 @@ class Facts:
         config_keys: keys of config.json that have a value; None if they are not known.
         classes: `architectures` of config.json, empty without; None if it is not known.
         model_classes: the classes of such a model, the usual one first; empty if not known.
-        unknown_act_fn: the activation function of its experts, if no engine has one of this name.
-        foreign_act_fn: likewise, if moequant has none of this name.
-        not_finite: numbers of config.json that JSON does not have, in words; empty of a checkpoint
-            that is about to be written.
+        foreign_act_fn: the activation function of its experts, if moequant has none of this name.
+        not_finite: `non_finite_text` of config.json; empty of a checkpoint that is about to be
+            written.
     """
 
     dialect: str
@@ -107,7 +107,6 @@ class Facts:
     config_keys: frozenset[str] | None = None
     classes: tuple[str, ...] | None = None
     model_classes: tuple[str, ...] = ()
-    unknown_act_fn: str | None = None
     foreign_act_fn: str | None = None
     not_finite: str = ""
 
@@ -121,6 +120,11 @@ class Facts:
     def names_another_task(self) -> bool:
         """Whether none of `classes`, which are those of this model, generates text."""
         return name_another_task(self.classes or (), self.model_classes)
+
+    @property
+    def unknown_act_fn(self) -> bool:
+        """Whether no engine has an activation function of the name in config.json."""
+        return self.foreign_act_fn is not None and self.foreign_act_fn not in other_act_fns()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,13 @@ def padded_vocabulary(rows: int, ranks: int = 1, *, grows: bool = False) -> int:
     if grows and -(-rows // multiple) * multiple % ranks:
         multiple *= ranks
     return -(-rows // multiple) * multiple
+
+
+@cache
+def other_act_fns() -> frozenset[str]:
+    """Names of activation functions that some engine has and moequant has not."""
+    engines = read_table("act_fns.toml")["engine"]
+    return frozenset(name for engine in engines for name in engine["act_fns"])
 
 
 def heads_in(config: Mapping[str, Any]) -> int | None:

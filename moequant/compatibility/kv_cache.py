@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.tables import read_table
-from moequant.models import dtype_in
+from moequant.models import dtype_in, language_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ def kv_cache(config: Mapping[str, Any], layers: int, tp: int) -> KvCache | None:
     Returns:
         None if attention.toml does not know the model, or config.json lacks a number.
     """
-    section = _section(config)
+    section = language_section(config)
     kind = _kinds().get(str(section.get("model_type", config.get("model_type"))))
     number_bytes = _DTYPE_BYTES.get(dtype_in(config) or "bfloat16")
     if kind is None or number_bytes is None:
@@ -85,12 +85,6 @@ def _of_heads(
         window_token_bytes=sliding * layer_bytes,
         window=(window or 0) if sliding else 0,
     )
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model."""
-    text_config = config.get("text_config")
-    return text_config if isinstance(text_config, dict) else config
 
 
 def _number(section: Mapping[str, Any], key: str) -> int | None:

@@ -35,7 +35,7 @@ _CONDITIONS: Mapping[str, Callable[[Facts, Placement], bool]] = {
     "no classes": lambda facts, _: facts.classes == (),
     "another model": lambda facts, _: facts.names_another_model,
     "another task": lambda facts, _: facts.names_another_task,
-    "unknown act_fn": lambda facts, _: facts.unknown_act_fn is not None,
+    "unknown act_fn": lambda facts, _: facts.unknown_act_fn,
     "foreign act_fn": lambda facts, _: facts.foreign_act_fn is not None,
     "not finite": lambda facts, _: bool(facts.not_finite),
     "unquantized": lambda facts, _: facts.dialect == UNQUANTIZED,

@@ -181,28 +181,35 @@ class Journal:
         Raises:
             MoequantError: the journal exceeds MAX_BYTES, or a shard cannot be removed.
         """
-        read = filter(None, map(parse_line, self._read_lines()))
+        lines = self._read_lines()
+        read = filter(None, map(parse_line, lines))
         entries = {entry.file: entry for entry in read if entry.file in files}
-        places: dict[str, Path | None] = {}
-        if entries:
-            progress.start("checking finished shards", sum(e.bytes for e in entries.values()))
-            with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
-                found = pool.map(self.locate, entries.values())
-                for entry, place in zip(entries.values(), found, strict=True):
-                    places[entry.file] = place
-                    progress.advance(entry.bytes, entry.file)
-            progress.finish()
+        places = self._locate_all(entries.values(), progress)
         self.shards.mkdir(exist_ok=True)
         for path in self.shards.iterdir():
             if path not in places.values():
                 with explained(path, "removed"):
                     path.unlink()
-        finished = {file: entry for file, entry in entries.items() if places[file] is not None}
+        finished = {file: entries[file] for file in places}
         # Rewrite the journal if a line is incomplete or wrong, so that appended lines are valid.
-        lines = [journal_line(entry) for entry in finished.values()]
-        if self._read_lines() != lines:
-            replace_file(self._lines, b"".join(lines))
+        valid = [journal_line(entry) for entry in finished.values()]
+        if lines != valid:
+            replace_file(self._lines, b"".join(valid))
         return finished
+
+    def _locate_all(self, shards: Collection[FinishedShard], progress: Progress) -> dict[str, Path]:
+        """The paths of those shards that are whole, by name of the file."""
+        if not shards:
+            return {}
+        places = {}
+        progress.start("checking finished shards", sum(shard.bytes for shard in shards))
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+            for shard, place in zip(shards, pool.map(self.locate, shards), strict=True):
+                if place is not None:
+                    places[shard.file] = place
+                progress.advance(shard.bytes, shard.file)
+        progress.finish()
+        return places
 
     def locate(self, shard: FinishedShard) -> Path | None:
         """The path of a finished shard: in the work folder or, during a commit, the output."""

@@ -101,9 +101,8 @@ def warnings_of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     copied = {key: value for key, value in config.items() if key != "quantization_config"}
     if found := non_finite_text(copied):
         yield (
-            f"{path}: {found}, which JSON does not have; Python "
-            "reads it, but other readers refuse the file. The output's is the same: correct the "
-            "source's, unless the model was released so"
+            f"{path}: {found}. The output's is the same: correct the source's, unless the model "
+            "was released so"
         )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.integrations.library import import_transformers
+from moequant.models import language_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,9 +51,8 @@ def vocabulary_size(config: Mapping[str, Any], folder: Path) -> int:
     Raises:
         CheckpointError: config.json does not give it.
     """
-    if "vocab_size" not in config and isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
-    vocabulary = config.get("vocab_size")
+    section = config if "vocab_size" in config else language_section(config)
+    vocabulary = section.get("vocab_size")
     if type(vocabulary) is not int or vocabulary < 1:
         raise CheckpointError(
             f"{folder / 'config.json'}: vocab_size is {vocabulary!r}, but must be a positive "

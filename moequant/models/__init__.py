@@ -8,7 +8,7 @@ from moequant.models.architecture import (
     Architecture,
     TensorRole,
 )
-from moequant.models.config_values import dtype_in, sections_of
+from moequant.models.config_values import dtype_in, language_section, sections_of
 from moequant.models.model import (
     Model,
     biases_of,
@@ -42,6 +42,7 @@ __all__ = [
     "check_experts",
     "dtype_in",
     "find_architecture",
+    "language_section",
     "orientation",
     "read_architectures",
     "read_model",

@@ -11,10 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def sections_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The part of config.json about the language model, empty if there is none, and its top."""
+def language_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json about the language model: `text_config`, or all if it has none."""
     text_config = config.get("text_config")
-    return (text_config if isinstance(text_config, dict) else {}, config)
+    return text_config if isinstance(text_config, dict) else config
+
+
+def sections_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """`language_section`, and the top of config.json, where vision models have some values."""
+    return (language_section(config), config)
 
 
 def check_dtype_and_rope(config: Mapping[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.nn.functional import pad
+
 from moequant.formats.base import WEIGHTED
 from moequant.formats.elements import E4M3_FLOAT32_MAX, E4M3_MAX, FLOAT32_TINY
 from moequant.formats.fp8_block import SEARCH_FACTORS
@@ -16,11 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
+
     from moequant.formats import Format
     from moequant.native_code.vectors import Function, Value
     from moequant.quantizers.elements import Source
 
-TILE = 128
+_TILE = 128
 """Weights that are encoded at a time."""
 _EXPONENT = 0xFF << 23
 _LINE = 32
@@ -54,7 +58,7 @@ class Fp8Kernel(NativeKernel):
         largest = f.variable(f.constant(Type(self._source.element), 0))
         index = f.variable(zero)
         factors = SEARCH_FACTORS[self._rule] if self._weighted else ()
-        sums = {factor: f.array(F32, TILE) for factor in factors}
+        sums = {factor: f.array(F32, _TILE) for factor in factors}
         block_rows, block_columns = self._format.block
         with (
             f.loop(zero, self._rows, block_rows) as top,
@@ -73,13 +77,18 @@ class Fp8Kernel(NativeKernel):
         f.give(largest.get().to("i32"))
         return f
 
+    @staticmethod
+    def padded_importance(importance: Tensor, group: int) -> Tensor:
+        """See `NativeKernel`: with zeros to the end of a ragged block."""
+        return pad(importance, (0, -len(importance) % _TILE))
+
     def _strips(self, block: _Block) -> Iterator[tuple[int, AbstractContextManager[Value]]]:
-        return self._f.strips(block.left, block.right, TILE, self._source.least_lanes)
+        return self._f.strips(block.left, block.right, _TILE, self._source.least_lanes)
 
     def _largest(self, block: _Block) -> Value:
         """The bits of the largest magnitude."""
         f, source = self._f, self._source
-        strips = (TILE, source.least_lanes)
+        strips = (_TILE, source.least_lanes)
         found = {n: f.variable(f.constant(Type(source.element, n), 0)) for n in strips}
         with f.loop(block.top, block.bottom, 1) as row:
             start = row * self._columns
@@ -104,12 +113,12 @@ class Fp8Kernel(NativeKernel):
         """The scale times the factor with the least squared error; `sums` has room by factor."""
         f, zero = self._f, self._f.constant(I64, 0)
         for total in sums.values():
-            f.store(f.constant(Type("float", TILE), 0.0), total, zero)
+            f.store(f.constant(Type("float", _TILE), 0.0), total, zero)
         self._add_squares(scale, block, sums)
         errors = [
             group_sum(
-                f.load(Type("float", TILE), total, zero)
-                * f.load(Type("float", TILE), f.parameter("importance"), block.left)
+                f.load(Type("float", _TILE), total, zero)
+                * f.load(Type("float", _TILE), f.parameter("importance"), block.left)
             )
             for total in sums.values()
         ]
@@ -143,7 +152,7 @@ class Fp8Kernel(NativeKernel):
                     stored = source.load(f, self._w, start + column, lanes)
                     # The next block: rows lie too far apart for the processor to see it come.
                     for i in range(0, lanes, _LINE):
-                        source.prefetch(f, self._w, start + column + (TILE + i))
+                        source.prefetch(f, self._w, start + column + (_TILE + i))
                     f.store(self._codes(stored, scale), f.parameter("qdata"), start + column)
 
     def _codes(self, stored: Value, scale: Value) -> Value:

@@ -26,6 +26,8 @@ from moequant.quantizers.operands import new_kernel
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from moequant.formats import Format
     from moequant.native_code.vectors import Function, Value
     from moequant.quantizers.elements import Source
@@ -96,6 +98,15 @@ class _GroupKernel(NativeKernel):
                 largest.set(largest.get().umax(self._encode(at, count)))
         f.give(largest.get().to("i32"))
         return f
+
+    @staticmethod
+    def padded_importance(importance: Tensor, group: int) -> Tensor:
+        """See `NativeKernel`: followed by itself, for groups that begin in later rows."""
+        if not len(importance):
+            return importance
+        more = (GROUPS - 1) * group
+        times = 1 + -(-more // len(importance))
+        return importance.repeat(times)[: len(importance) + more]
 
     def _encode(self, first: Value, count: int) -> Value:
         """Write scales and codes of `count` groups; the bits of their largest magnitude."""

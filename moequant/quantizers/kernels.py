@@ -21,8 +21,8 @@ import torch
 
 from moequant.native_code import UnavailableError
 from moequant.native_code.vectors import I64, Type
-from moequant.quantizers.fp8_kernel import TILE, Fp8Kernel
-from moequant.quantizers.group_kernels import GROUPS, E8m0Kernel, Nvfp4Kernel
+from moequant.quantizers.fp8_kernel import Fp8Kernel
+from moequant.quantizers.group_kernels import E8m0Kernel, Nvfp4Kernel
 from moequant.quantizers.operands import new_kernel
 from moequant.quantizers.w4a8_kernel import W4a8Kernel
 
@@ -54,19 +54,6 @@ def amax(source: Source) -> Function:
     return f
 
 
-def padded_importance(format: Format, importance: Tensor) -> Tensor:
-    """The importances of a weight's columns [K] as kernels read them, followed by padding.
-
-    Groups that are searched together may begin in one row and end in a later one; blocks of FP8 may
-    be ragged, and what counts there is 0.
-    """
-    if format.element.name == "e2m1" and len(importance):
-        more = (GROUPS - 1) * format.block[1]
-        times = 1 + -(-more // len(importance))
-        return importance.repeat(times)[: len(importance) + more]
-    return torch.nn.functional.pad(importance, (0, -len(importance) % TILE))
-
-
 KERNELS: dict[tuple[str, torch.dtype], type[NativeKernel]] = {
     ("e4m3", torch.float32): Fp8Kernel,
     ("e4m3", torch.float8_e8m0fnu): E8m0Kernel,
@@ -93,6 +80,12 @@ def scratch_count(format: Format, groups: int) -> int:
     """Numbers of float32 a kernel has to be given as `scratch`, for so many groups in a row."""
     kernel = _kernel_of(format)
     return 0 if kernel is None else kernel.scratch_count(groups)
+
+
+def padded_importance(format: Format, importance: Tensor) -> Tensor:
+    """The importances of a weight's columns [K] as the format's kernel reads them."""
+    kernel = _kernel_of(format)
+    return importance if kernel is None else kernel.padded_importance(importance, format.block[1])
 
 
 def _kernel_of(format: Format) -> type[NativeKernel] | None:

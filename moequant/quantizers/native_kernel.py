@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from moequant.formats import Format
     from moequant.native_code.vectors import Function
     from moequant.quantizers.elements import Source
@@ -33,3 +35,13 @@ class NativeKernel(ABC):
     def scratch_count(groups: int) -> int:
         """Numbers of float32 it has to be given as `scratch`, for so many groups in a row."""
         return 0
+
+    @staticmethod
+    def padded_importance(importance: Tensor, group: int) -> Tensor:
+        """The importances of a weight's columns [K] as `write` reads them, contiguous.
+
+        Args:
+            importance: [K] float32.
+            group: columns that share a scale.
+        """
+        return importance.contiguous()

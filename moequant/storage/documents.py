@@ -110,10 +110,18 @@ def non_finite_numbers(document: Mapping[str, Any]) -> Iterator[tuple[str, float
 
 
 def non_finite_text(document: Mapping[str, Any]) -> str:
-    """As `non_finite_numbers`, in words, such as "rms_norm_eps is NaN"; empty if there is none."""
+    """`non_finite_numbers` in words, and what becomes of the file; empty if there is none.
+
+    Such as "rms_norm_eps is NaN, which JSON does not have: Python reads it, but ...".
+    """
     found = non_finite_numbers(document)
     said = [f"{place:.{_MAX_PLACE}} is {_LITERALS[str(value)]}" for place, value in found]
-    return first_of(said, _PLACES_SHOWN)
+    if not said:
+        return ""
+    return (
+        f"{first_of(said, _PLACES_SHOWN)}, which JSON does not have: Python reads it, but other "
+        "readers refuse the file"
+    )
 
 
 def _children(value: object) -> Iterable[Any]:

@@ -16,7 +16,7 @@ from moequant.dialects import find_dialect
 from moequant.dialects.config_fields import QUANTIZATION_CONFIG, as_mapping
 from moequant.dialects.names import ACTIVATION_SCALES, is_expert
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.models import find_architecture, read_model
+from moequant.models import find_architecture, read_model, sections_of
 from moequant.storage.documents import read_document
 from moequant.storage.headers import DTYPE_BITS, TensorInfo
 from moequant.storage.reader import FixedFile
@@ -92,9 +92,8 @@ def quantization_config_of(config: Mapping[str, Any]) -> Mapping[str, Any] | Non
     Raises:
         CheckpointError: it is not an object.
     """
-    text_config = config.get("text_config")
-    sections = {"": config, "text_config.": text_config if isinstance(text_config, dict) else {}}
-    for where, section in sections.items():
+    inner, top = sections_of(config)
+    for where, section in (("", top), ("text_config.", inner)):
         entry = section.get(QUANTIZATION_CONFIG)
         if entry is not None:
             found = as_mapping(entry, f"config.json: {where}{QUANTIZATION_CONFIG}")

@@ -12,7 +12,9 @@ from transformers.activations import ACT2CLS
 
 from moequant import convert, load_experts
 from moequant.act_fn import NAMES
-from moequant.compatibility.checkpoint_facts import OTHER_ACT_FNS
+from moequant.compatibility.facts import other_act_fns
+from moequant.compatibility.rules import ENGINES
+from moequant.compatibility.tables import read_table
 from moequant.errors import UnsupportedError
 
 
@@ -64,5 +66,7 @@ def test_transformers_and_moequant_stop(named):
 
 
 def test_the_names_are_those_of_the_engines():
-    assert {*ACT2CLS} <= {*NAMES} | OTHER_ACT_FNS
-    assert OTHER_ACT_FNS.isdisjoint(NAMES)
+    engines = {engine["name"]: engine for engine in read_table("act_fns.toml")["engine"]}
+    assert {*engines["transformers"]["act_fns"]} == {*ACT2CLS} - {*NAMES}
+    assert other_act_fns().isdisjoint(NAMES)
+    assert engines.keys() <= {engine.name for engine in ENGINES.values()}

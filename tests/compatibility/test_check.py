@@ -478,7 +478,7 @@ def test_numbers_that_json_lacks_are_a_caution(converted, make_checkpoint, check
     for key in ("transformers", "vllm", "sglang"):
         (said,) = engines[key].remarks
         assert engines[key].loads
-        found = "time_step_limit[1] is Infinity, rope_theta is NaN in config.json, which JSON does"
+        found = "config.json: time_step_limit[1] is Infinity, rope_theta is NaN, which JSON does"
         assert said.text.startswith(found)
 
 

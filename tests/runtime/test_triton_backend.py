@@ -11,9 +11,12 @@ from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import RUNNABLE, get_format
+from moequant.formats.elements import E4M3
+from moequant.formats.fp8_channel import Fp8Channel
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
+from moequant.runtime.backends.triton_portable import is_decoded
 from moequant.runtime.call import run_experts
 from moequant.runtime.warm_up import warm_up
 
@@ -74,6 +77,20 @@ def test_what_it_cannot_run_it_refuses_with_the_reason(change, reason):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"element": replace(E4M3, name="e5m2", dtype=torch.float8_e5m2)},
+        {"scale_dtype": torch.float16},
+        {"block": (1, 64)},
+    ],
+)
+def test_a_format_with_what_its_kernels_do_not_decode_is_not_decoded(fact):
+    format = type("Other", (Fp8Channel,), fact)()
+    assert is_decoded(Fp8Channel())
+    assert not is_decoded(format)
+
+
 def test_without_a_device_it_says_so():
     assert REGISTRY[NAME].supports(WORKLOAD) == "finds no CUDA device"
 

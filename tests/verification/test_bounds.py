@@ -72,7 +72,7 @@ def test_what_our_quantizer_makes_with_any_option_is_within_the_bound(format, op
 def test_the_bound_lies_halfway_between_neighbouring_codes(format):
     codes = range(256 if get_format(format).codes_per_byte == 1 else 16)
     values = {decode(block_of(format, [code]))[0, 0].item(): code for code in codes}
-    ordered = sorted(item for item in values.items() if not math.isnan(item[0]))
+    ordered = sorted(item for item in values.items() if math.isfinite(item[0]))
     for (low, low_code), (high, high_code) in itertools.pairwise(ordered):
         middle = (low + high) / 2
         # The allowance is 2**-8 of the weight.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moequant.formats import QuantizedWeight
+    from moequant.formats import Format, QuantizedWeight
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.portable.portable_fused import PortablePlan
     from moequant.runtime.batched import BatchedTokens
@@ -31,14 +31,24 @@ if TYPE_CHECKING:
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
 _ACTIVATIONS = (*FP8_SCHEMES, "none")
+_ELEMENTS = ("e2m1", "e4m3", "int4", "bf16", "fp16", "fp32")
+"""What the kernels decode."""
 _SCALE_COLUMNS = {
     torch.float32: (128, WHOLE),
     torch.bfloat16: (128,),
     torch.float8_e8m0fnu: (32,),
     torch.float8_e4m3fn: (16,),
 }
-"""How many columns may share a scale, by its dtype: what the kernels decode."""
-DECODED = [n for n, f in RUNNABLE.items() if f.block[1] in _SCALE_COLUMNS[f.scale_dtype]]
+"""How many columns may share a scale, by its dtype, likewise."""
+
+
+def is_decoded(format: Format) -> bool:
+    """Whether the kernels decode a format."""
+    columns = _SCALE_COLUMNS.get(format.scale_dtype, ())
+    return format.element.name in _ELEMENTS and format.block[1] in columns
+
+
+DECODED = [name for name, format in RUNNABLE.items() if is_decoded(format)]
 
 
 class TritonExperts(PlannedExperts):
