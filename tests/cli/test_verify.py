@@ -96,7 +96,7 @@ def test_another_source_is_to_be_named(run, converted, source, tmp_path):
 def test_a_checkpoint_is_not_its_own_source(run, converted, tmp_path):
     (tmp_path / "link").symlink_to(converted)
     result = run("verify", converted, "--against", tmp_path / "link")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr == (
         f"Error: {tmp_path / 'link'}: the checkpoint itself; name the one that it was converted "
         "from\n"
