@@ -56,11 +56,7 @@ _MAX_PROBLEMS = 10
     metavar="DEVICE",
     help="Run the layers on this device too, and compare with the CPU reference.  [default: cpu]",
 )
-@click.option(
-    "--backend",
-    metavar="NAME",
-    help="Backend that runs the layers there; by default the best on the device.",
-)
+@options.backend_option("Backend that runs the layers there; by default the best on the device.")
 @options.workers_option
 @options.json_option
 @options.quiet_option

@@ -175,3 +175,27 @@ def test_a_page_on_a_read_only_disk_is_wrong_usage(run, converted, tmp_path, mon
     assert result.exit_code == 2
     said = "page.html: cannot be written: Read-only file system; choose an output you may write to"
     assert said in " ".join(result.stderr.split())
+
+
+BACKENDS = [
+    ("verify", "converted", "--against", "source"),
+    ("generate", "converted", "--prompt-ids", "1"),
+    ("evaluate", "source", "converted", "--data", "text"),
+    ("warm-up", "converted"),
+    ("selftest",),
+    ("tune", "--shape", "qwen3-30b"),
+    ("bench", "experts", "--shape", "qwen3-30b"),
+]
+
+
+@pytest.mark.parametrize("words", BACKENDS, ids=" ".join)
+def test_an_unknown_backend_is_wrong_usage_and_told_the_nearest(run, words):
+    result = run(*words, "--backend", "tirton")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "Invalid value for '--backend': unknown backend 'tirton'; use one of: sm90" in said
+    assert said.endswith("Did you mean triton?")
+
+
+def test_backends_complete():
+    assert complete("verify", "--backend", "naive") == ["naive_batched"]
