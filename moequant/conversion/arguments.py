@@ -45,17 +45,18 @@ def check_device(device: str, recipe: Recipe, executor: str) -> None:
         return
     if executor != LOCAL:
         raise ArgumentError(
-            f"device {device} with executor {executor}, but machines of a cluster compute GPTQ on "
-            "their CPUs; leave out one of the two"
+            f"device {device!r} with executor {executor}, but machines of a cluster compute GPTQ "
+            "on their CPUs; leave out one of the two"
         )
     if not any(rule.format != KEEP and rule.rounding is not None for rule in recipe.rules):
         raise RecipeError(
-            f"device {device} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
+            f"device {device!r} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
             'out, or give the option rounding = "gptq"'
         )
     if (kind := usable_device(device).type) != "cuda":
         raise UnsupportedError(
-            f"device {device} is of type {kind}, but GPTQ computes on cpu or cuda; give one of them"
+            f"device {device!r} is of type {kind}, but GPTQ computes on cpu or cuda; give one of "
+            "them"
         )
 
 

@@ -46,6 +46,14 @@ def test_layers_to_run_are_chosen(run, source, converted, layers, run_layers):
     assert [layer["layer"] for layer in result.document["layers"]] == run_layers
 
 
+@pytest.mark.parametrize(("options", "warned"), [(("--layers", "99"), True), ((), False)])
+def test_more_layers_than_there_are_is_a_warning(run, source, converted, options, warned):
+    result = run("verify", converted, "--against", source, *options)
+    assert result.exit_code == 0
+    said = "Warning: --layers 99, but only 2 layers with converted experts: every one was run"
+    assert (said in result.stderr) is warned
+
+
 @pytest.mark.parametrize("layers", ["some", "first", "-1", "1.5", "²"])
 def test_other_layers_are_wrong_usage(run, source, converted, layers):
     result = run("verify", converted, "--against", source, "--layers", layers, "--json")
