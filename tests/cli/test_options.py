@@ -199,3 +199,10 @@ def test_an_unknown_backend_is_wrong_usage_and_told_the_nearest(run, words):
 
 def test_backends_complete():
     assert complete("verify", "--backend", "naive") == ["naive_batched"]
+
+
+@pytest.mark.parametrize("words", [("recipes", ""), ("convert", "a", "b", "--recipe", "")])
+def test_a_recipe_without_a_name_is_told_the_names(run, words):
+    result = run(*words)
+    assert result.exit_code == 6
+    assert "unknown recipe ''; use one of: deepseek-v3-fp8" in result.stderr
