@@ -72,7 +72,7 @@ for module in (
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `moequant` script."""
+    """Run the command line; `moequant.__main__` calls it."""
     # torch warns at its first operation if NumPy is missing; moequant does not use NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     print_warnings_of(SlowPathWarning)

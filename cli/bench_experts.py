@@ -63,7 +63,7 @@ def describe_tiling(tiling: Mapping[str, Any] | None) -> str:
 @options.benched_format_option
 @options.activations_option
 @options.routing_option
-@click.option("--backend", metavar="NAME", help="Backend to time; by default the best.")
+@options.backend_option("Backend to time; by default the best.")
 @click.option(
     "--against", metavar="NAME,...", default="",
     help="Also time other backends, grouped_mm (torch in BF16), vllm or humming.",

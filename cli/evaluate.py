@@ -52,10 +52,7 @@ _RATIO = (">KL / first", ">± se")
     help="Run each TEST as what its weights decode to, or its experts on moequant's runtime, with "
     "quantized activations.",
 )  # fmt: skip
-@click.option(
-    "--backend", metavar="NAME",
-    help="Backend of the runtime.  [default: the best one for the device]",
-)  # fmt: skip
+@options.backend_option("Backend of the runtime.  [default: the best one for the device]")
 @options.activations_option
 @options.compute_device_option
 @options.compute_dtype_option

@@ -88,7 +88,7 @@ def _check_temperature(ctx: click.Context, param: click.Parameter, value: float)
     metavar="DEVICE",
     help="Device to run on: cpu, cuda or cuda:1.",
 )
-@click.option("--backend", metavar="NAME", help="Backend of the experts; by default the best.")
+@options.backend_option("Backend of the experts; by default the best.")
 @options.activations_option
 @click.option(
     "--enforce-eager",

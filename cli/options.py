@@ -28,7 +28,7 @@ class _Name(click.types.StringParamType):
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """As ParamType."""
-        return f"Use one of: {', '.join(resolve_name(self._registry))}"
+        return f"Use one of: {', '.join(_names_in(self._registry))}"
 
 
 def _name_option(
@@ -43,10 +43,10 @@ def _name_option(
     """
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        return None if value is None else _known_name(value, kind, resolve_name(registry))
+        return None if value is None else _known_name(value, kind, _names_in(registry))
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-        return [name for name in resolve_name(registry) if name.startswith(incomplete)]
+        return [name for name in _names_in(registry) if name.startswith(incomplete)]
 
     names = (flag,) if name is None else (flag, name)
     return click.option(
@@ -57,6 +57,13 @@ def _name_option(
         shell_complete=complete,
         **attributes,
     )
+
+
+def _names_in(registry: str) -> Collection[str]:
+    """The names in a registry, or in what a function returns."""
+    found = resolve_name(registry)
+    names: Collection[str] = found() if callable(found) else found
+    return names
 
 
 def _known_name(value: str, kind: str, known: Collection[str]) -> str:
@@ -123,11 +130,16 @@ def _names_option(
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
         if value is None:
             return None
-        known = resolve_name(registry)
+        known = _names_in(registry)
         names = [_known_name(name, kind, known) for name in value.split(",")]
         return list(dict.fromkeys(names))
 
     return click.option(flag, metavar="NAME,...", callback=check, **attributes)
+
+
+def backend_option(help: str) -> Callable[[_Command], _Command]:
+    """Option --backend, whose help says what is done with it."""
+    return _name_option("--backend", "moequant.runtime.backends:backends", "backend", help=help)
 
 
 def rounds_option(help: str) -> Callable[[_Command], _Command]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="Device to run on."
 )
-@click.option("--backend", metavar="NAME", help="Backend to check; by default every one.")
+@options.backend_option("Backend to check; by default every one.")
 @options.json_option
 @options.quiet_option
 def command(device: str, backend: str | None, as_json: bool, quiet: bool) -> None:

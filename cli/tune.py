@@ -39,7 +39,7 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 )  # fmt: skip
 @options.tuned_formats_option
 @options.activations_option
-@click.option("--backend", metavar="NAME", help="Backend to tune; by default the best.")
+@options.backend_option("Backend to tune; by default the best.")
 @click.option(
     "--device", default="cuda", show_default=True, metavar="DEVICE", help="CUDA device to use."
 )

@@ -18,7 +18,7 @@ from moequant.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from moequant.verification import IntegrityReport, Report
 
@@ -56,11 +56,7 @@ _MAX_PROBLEMS = 10
     metavar="DEVICE",
     help="Run the layers on this device too, and compare with the CPU reference.  [default: cpu]",
 )
-@click.option(
-    "--backend",
-    metavar="NAME",
-    help="Backend that runs the layers there; by default the best on the device.",
-)
+@options.backend_option("Backend that runs the layers there; by default the best on the device.")
 @options.workers_option
 @options.json_option
 @options.quiet_option
@@ -118,7 +114,7 @@ def command(
             f"quantizer, but several times slower: {used.reason}"
         )
     if not isinstance(report, IntegrityReport):
-        out.warn(*warnings_of_numbers(report.not_finite))
+        out.warn(*warnings_of_numbers(report.not_finite), *_fewer_layers(report, layers))
     if not report.ok:
         against = "its moequant.json" if source is None else source
         raise FailedResult(
@@ -127,6 +123,15 @@ def command(
     if not isinstance(report, IntegrityReport) and report.record_sha256 is not None:
         _note(out, report)
     out.result(report.to_json(), _show_integrity if source is None else _show)
+
+
+def _fewer_layers(report: Report, asked: Literal["all"] | int | None) -> Iterator[str]:
+    """A warning where more layers were asked for than there are; of faulty ones, none is sure."""
+    if report.ok and isinstance(asked, int) and asked > (run := len(report.layers)):
+        yield (
+            f"--layers {asked}, but only {count(run, 'layer')} with converted experts: every one "
+            "was run; give --layers all for that"
+        )
 
 
 def _note(out: Output, report: Report) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     metavar="DEVICE",
     help="Device the experts will run on.",
 )
-@click.option("--backend", metavar="NAME", help="Backend that will run; by default the best.")
+@options.backend_option("Backend that will run; by default the best.")
 @options.recorded_architecture_option
 @options.json_option
 @options.quiet_option

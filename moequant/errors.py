@@ -1,7 +1,7 @@
 """Every error that moequant raises on purpose, with its exit code, and its category of warnings.
 
 A message names the thing, the value found, the value expected and the next step. Exit code 2 is
-click's for wrong usage, 130 is an interrupt.
+also click's for wrong usage, 130 is an interrupt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ class MoequantError(Exception):
     """Base class of all errors below; any other exception is a bug."""
 
     exit_code = 1
+
+
+class ArgumentError(MoequantError):
+    """Arguments that are malformed, or that do not go together: a call that can never be right."""
+
+    exit_code = 2
 
 
 class CheckpointError(MoequantError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from moequant.act_fn import SILU, SWIGLUOAI, ActFn
-from moequant.errors import UnsupportedError
+from moequant.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ def parse_shape(text: str) -> LayerShape:
     """A shape by its name, or as ExHxIxT, with gated SiLU and without biases.
 
     Raises:
-        UnsupportedError: it is neither, or T is larger than E.
+        ArgumentError: it is neither, or T is larger than E.
     """
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch("x".join([r"([1-9]\d{0,11})"] * 4), text)
     if match is None:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"unknown shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "
             "128x2048x768x8 (experts x hidden x intermediate x experts per token)"
         )
     experts, hidden, intermediate, topk = map(int, match.groups())
     shape = LayerShape(experts, hidden, intermediate, topk)
     if shape.topk > shape.experts:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"shape {text}: {shape.topk} experts per token, but only {shape.experts} experts"
         )
     return shape

@@ -72,6 +72,8 @@ def read_data(
     for prefix, ids in reader.read():
         samples += 1
         windows += _cut(array("i", prefix or []), ids, window_tokens)
+    if not samples:
+        raise DataError(f"{file}: no text in it; give a file with text or token ids")
     chosen = _spread(windows, tokens)
     if not chosen:
         raise DataError(

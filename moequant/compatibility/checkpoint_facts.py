@@ -21,6 +21,7 @@ from moequant.compatibility.model_classes import classes_in, classes_of
 from moequant.compatibility.modules import ROUTER, Module, modules_in
 from moequant.compatibility.scales import LAYERS_OF_HUB, scale_defects, stacked_scale_defects
 from moequant.dialects import find_dialect
+from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import STATIC_SCHEMES
 from moequant.models import (
     ROUTED_EXPERTS,
@@ -100,16 +101,24 @@ def examine(
             read_source(checkpoint.tensors, config, own)  # whose error names the first code
         # What stacks the experts of a layer has no modules whose names engines would look up.
         source = read_source(checkpoint.tensors, config, own) if dialect.stacks else None
-        quantized, roles = _of_quantized(
-            checkpoint,
-            source,
-            dialect,
-            quantization_config,
-            architecture,
-            moe,
-            None if read == sparse else read,
-            classes_in(config),
-        )
+        try:
+            quantized, roles = _of_quantized(
+                checkpoint,
+                source,
+                dialect,
+                quantization_config,
+                architecture,
+                moe,
+                None if read == sparse else read,
+                classes_in(config),
+            )
+        except UnsupportedError as error:
+            if not _is_plain(checkpoint, config, own):
+                raise
+            raise UnsupportedError(
+                f"{error}. No weight of this checkpoint is quantized, but engines go by the entry: "
+                "remove quantization_config from config.json"
+            ) from error
     return Examined(
         facts=Facts(
             **facts_of_model(config, architecture, moe),
@@ -127,6 +136,16 @@ def examine(
 _NOTHING_QUANTIZED: dict[str, Any] = {
     "dialect": UNQUANTIZED, "formats": frozenset(), "experts": (), "some_kept": False,
 }  # fmt: skip
+
+
+def _is_plain(
+    checkpoint: Checkpoint, config: Mapping[str, Any], own: Sequence[Architecture]
+) -> bool:
+    """Whether no weight is quantized, whatever config.json says."""
+    try:
+        return read_source(checkpoint.tensors, config, own).dialect is None
+    except MoequantError:
+        return False
 
 
 def _describes_nothing(dialect: Dialect, config: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from moequant.conversion.recipe import (
 )
 from moequant.conversion.run import write_shards
 from moequant.device import usable_device
-from moequant.errors import RecipeError, UnsupportedError
+from moequant.errors import ArgumentError, RecipeError, UnsupportedError
 from moequant.statistics import InputScales, Statistics
 from moequant.storage.locate import directory_of
 
@@ -37,24 +37,26 @@ def check_device(device: str, recipe: Recipe, executor: str) -> None:
     """Check that a device other than the CPU can be used and has something to do.
 
     Raises:
-        UnsupportedError: the device cannot be used, or not by a cluster.
+        ArgumentError: a device for a cluster.
+        UnsupportedError: the device cannot be used.
         RecipeError: nothing is rounded by GPTQ.
     """
     if device == CPU:
         return
     if executor != LOCAL:
-        raise UnsupportedError(
-            f"device {device} with executor {executor}, but machines of a cluster compute GPTQ on "
-            "their CPUs; leave out one of the two"
+        raise ArgumentError(
+            f"device {device!r} with executor {executor}, but machines of a cluster compute GPTQ "
+            "on their CPUs; leave out one of the two"
         )
     if not any(rule.format != KEEP and rule.rounding is not None for rule in recipe.rules):
         raise RecipeError(
-            f"device {device} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
+            f"device {device!r} is where GPTQ computes, but nothing is rounded by GPTQ; leave it "
             'out, or give the option rounding = "gptq"'
         )
     if (kind := usable_device(device).type) != "cuda":
         raise UnsupportedError(
-            f"device {device} is of type {kind}, but GPTQ computes on cpu or cuda; give one of them"
+            f"device {device!r} is of type {kind}, but GPTQ computes on cpu or cuda; give one of "
+            "them"
         )
 
 
@@ -62,13 +64,14 @@ def choose_executor(text: str) -> WriteShards:
     """The function that writes shards, for "local", "ray" or "ray:ADDRESS"; see `run.write_shards`.
 
     Raises:
-        UnsupportedError: an unknown executor, or Ray is not installed.
+        ArgumentError: an unknown executor.
+        UnsupportedError: Ray is not installed.
     """
     name, colon, address = text.partition(":")
     if text == LOCAL:
         return write_shards
     if name != RAY or (colon and not address):
-        raise UnsupportedError(
+        raise ArgumentError(
             f"executor {text!r}, but must be {LOCAL}, {RAY} or {RAY}:ADDRESS, such as "
             f"{RAY}:10.0.0.1:6379 or {RAY}:auto"
         )
@@ -85,19 +88,24 @@ def choose_executor(text: str) -> WriteShards:
 def check_deletable(
     source: str | Path, revision: str | None, executor: str, statistics: Statistics | None
 ) -> None:
-    """Check that shards of the source can be fetched and deleted one after the other."""
+    """Check that shards of the source can be fetched and deleted one after the other.
+
+    Raises:
+        ArgumentError: they cannot, or all of the source is needed at once.
+        CheckpointError: as `directory_of`.
+    """
     if directory_of(source, revision) is not None:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"{source}: a directory, but only shards that the conversion itself fetches from the "
             "hub are deleted; leave --delete-source-shards out, or give a hub repo id"
         )
     if executor != LOCAL:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"executor {executor!r}: its machines read the whole source; leave out --executor or "
             "--delete-source-shards"
         )
     if statistics is not None:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"{statistics.path}: statistics are compared with all weights of the source before the "
             "conversion begins; leave out --statistics or --delete-source-shards"
         )

@@ -29,7 +29,7 @@ from moequant.conversion.planner import Planner, without_collector
 from moequant.conversion.record import copied_sidecars
 from moequant.conversion.source_identity import source_digests
 from moequant.cores import available_cores
-from moequant.errors import MoequantError
+from moequant.errors import ArgumentError, MoequantError
 from moequant.models import read_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
@@ -122,6 +122,8 @@ def convert(
         on_plan: called with the plan and its warnings before anything is written.
 
     Raises:
+        ArgumentError: `workers` or `executor` is not as above; a revision of a directory; or a
+            device or deletion that the executor or the source does not have.
         ArchitectureError: the file `architecture` is invalid.
         RecipeError: neither or both of `format` and `recipe`, or a recipe that does not fit.
         StatisticsError: the statistics or activation scales are damaged, of another model, or not
@@ -133,7 +135,7 @@ def convert(
         MoequantError: `output` contains something else, or cannot be written.
     """
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but must be at least 1")
+        raise ArgumentError(f"workers = {workers}, but must be at least 1")
     wanted, scales = choose_scales(activation_scales)
     chosen = choose_recipe(format, options, recipe, wanted).with_output(
         dialect=dialect, max_shard_size=max_shard_size

@@ -313,6 +313,8 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
     if shipped:
         source = resources.files("moequant.recipes").joinpath(f"{name_or_file}.toml")
         text = source.read_text("utf-8")
+    elif not str(name_or_file):  # pathlib takes it for the current folder
+        raise RecipeError(unknown_name("recipe", "", shipped_recipes()))
     else:
         text = _read_file(path)
     try:

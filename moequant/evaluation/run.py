@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moequant.conversion import copied_sidecars
 from moequant.conversion.source_identity import source_digests
 from moequant.device import usable_device
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, UnsupportedError
 from moequant.evaluation.figures import figures_of
 from moequant.evaluation.kept import KeptReference, write_kept
 from moequant.evaluation.memory import memory_of
@@ -166,8 +166,9 @@ def evaluate(
         on_plan: called with the plan before the work starts.
 
     Raises:
-        MoequantError: `keep` is of another reference, data, windows or dtype; a test is given
-            twice; or a file cannot be written.
+        ArgumentError: a test is given twice; or a revision of a directory.
+        MoequantError: `keep` is of another reference, data, windows or dtype; or a file cannot be
+            written.
         CheckpointError: a checkpoint is damaged, incomplete, or computes NaN; or, to run on the
             runtime, is not converted.
         UnsupportedError: tokenizers or vocabularies differ; transformers has no class for the
@@ -217,12 +218,12 @@ def evaluate(
 
 
 def _located(tests: Sequence[str | Path]) -> list[tuple[str, Path]]:
-    """Each test's name and folder; raises MoequantError if two are the same."""
+    """Each test's name and folder; raises ArgumentError if two are the same."""
     found: list[tuple[str, Path]] = []
     for test in tests:
         path = locate(test)
         if any(path.resolve() == other.resolve() for _, other in found):
-            raise MoequantError(f"{test}: given twice; give each checkpoint once")
+            raise ArgumentError(f"{test}: given twice; give each checkpoint once")
         found.append((str(test), path))
     return found
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from moequant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ def check_dtype_and_rope(config: Mapping[str, Any]) -> None:
     """Check the types of values without which no engine makes a model.
 
     Raises:
-        CheckpointError: a dtype is no name, or the settings of rotary embeddings are no object.
+        CheckpointError: a dtype is none of torch, or the settings of rotary embeddings are no
+            object.
     """
     dtype_in(config)
     for section in sections_of(config):
@@ -42,17 +45,19 @@ def dtype_in(config: Mapping[str, Any]) -> str | None:
     """What config.json says that the model computes in, of a vision model its language model.
 
     Raises:
-        CheckpointError: it says no name.
+        CheckpointError: it says something else than the name of a dtype of torch.
     """
     # transformers 5 writes `dtype`, and before it wrote `torch_dtype`.
     named = [(key, s.get(key)) for s in sections_of(config) for key in ("dtype", "torch_dtype")]
     for key, stated in named:
         # One for each part of the model, where they differ; that of its top is called "".
         dtype = stated.get("text_config", stated.get("")) if isinstance(stated, dict) else stated
-        if isinstance(dtype, str):
-            return dtype
-        if dtype is not None:
+        if dtype is None:
+            continue
+        # transformers, with which every engine reads config.json, looks the name up in torch.
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise _refusal(key, dtype, 'the name of a dtype, such as "bfloat16"')
+        return dtype
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import ArgumentError, CheckpointError
 from moequant.models import find_architecture
 from moequant.publishing.card import CardFacts, model_card
 from moequant.publishing.files import PublishedFile, checkpoint_files, left_out
@@ -94,8 +94,8 @@ def plan_push(
         CheckpointError: no converted checkpoint of moequant, a file of it is missing, or another
             cannot be read.
         DataError: `quality` has no figures of the checkpoint.
-        MoequantError: `repo_id` or `base_model` is no id; `revision` is no name of a branch; or a
-            page or picture is none.
+        ArgumentError: `repo_id` or `base_model` is no id; `revision` is no name of a branch; or a
+            page or picture is none, or two would have one name.
         UnsupportedError: an unknown architecture or quantization.
     """
     check_repo_id(repo_id)
@@ -145,7 +145,7 @@ def plan_push(
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that a text is an id, owner/name; raises MoequantError."""
+    """Check that a text is an id, owner/name; raises ArgumentError."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import (  # type: ignore[attr-defined] # documented
         validate_repo_id,
@@ -158,12 +158,12 @@ def check_repo_id(repo_id: str) -> None:
     else:
         valid = repo_id.count("/") == 1
     if not valid:
-        raise MoequantError(f"{repo_id!r}: no id of a repository on the hub; write owner/name")
+        raise ArgumentError(f"{repo_id!r}: no id of a repository on the hub; write owner/name")
 
 
 def _check_branch(revision: str) -> None:
     if not _BRANCH.fullmatch(revision):
-        raise MoequantError(
+        raise ArgumentError(
             f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
         )
 
@@ -238,7 +238,7 @@ def _extras(
     for what, paths, suffixes in (("page", pages, PAGE_SUFFIXES), ("picture", given, PICTURES)):
         wrong = next((p for p in paths if p.suffix.lower() not in suffixes), None)
         if wrong is not None:
-            raise MoequantError(f"{wrong}: not a {what}; give files {', '.join(suffixes)}")
+            raise ArgumentError(f"{wrong}: not a {what}; give files {', '.join(suffixes)}")
     files: list[tuple[str, Path | bytes]] = [
         (_published_name(file), file) for file in pages + given
     ]
@@ -249,7 +249,7 @@ def _extras(
     names = [f"{REPORT_FOLDER}/{name}" for name, _ in files]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise MoequantError(f"{twice}: two files would have this name; rename one")
+        raise ArgumentError(f"{twice}: two files would have this name; rename one")
     extras = [PublishedFile.of(name, file) for name, (_, file) in zip(names, files, strict=True)]
     return extras, captions
 

@@ -92,7 +92,7 @@ def push(
         progress: receives the progress of reading.
 
     Raises:
-        CheckpointError, DataError, UnsupportedError: as `plan_push`.
+        ArgumentError, CheckpointError, DataError, UnsupportedError: as `plan_push`.
         NumericsError: files are not those that were written.
         UnreachableError: the hub does not answer.
         MoequantError: it was not verified; the token may not write; or the repository holds

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
 from moequant.conversion import DEFAULT_WORKERS
-from moequant.errors import MoequantError
+from moequant.errors import ArgumentError, MoequantError
 from moequant.reporting.gaps import find_gaps
 from moequant.reporting.outputs import Checked, describe_output, read_record_of, sizes_of
 from moequant.reporting.page import render_page
@@ -164,11 +164,11 @@ def make_report(
 
 def _directories(converted: Sequence[str | Path]) -> list[Path]:
     if not converted:
-        raise MoequantError("no checkpoint to report on; name the converted checkpoints")
+        raise ArgumentError("no checkpoint to report on; name the converted checkpoints")
     paths = [existing_directory(path) for path in converted]
     for index, path in enumerate(paths):
         if any(path.samefile(other) for other in paths[:index]):
-            raise MoequantError(f"{path}: named twice; name each checkpoint once")
+            raise ArgumentError(f"{path}: named twice; name each checkpoint once")
     return paths
 
 

@@ -85,13 +85,21 @@ class Statistics:
         path = Path(path)
         try:
             file = FixedFile.at(path)
+        except CheckpointError as error:
+            raise StatisticsError(
+                f"{error}; statistics are what `moequant calibrate` writes"
+            ) from error
+        try:
             tensors, metadata = read_header_and_metadata(file, path.name)
             length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
             header = file.read(0, LENGTH_BYTES + length)
         except CheckpointError as error:
+            # The error's own advice is about checkpoints.
+            reason = str(error).rpartition(";")[0] or error
             raise StatisticsError(
-                f"{error}; statistics are what `moequant calibrate` writes"
-            ) from (error)
+                f"{reason}; no file of statistics, or a damaged one: give the file that "
+                "`moequant calibrate` wrote"
+            ) from error
         record = _read_record(path, metadata)
         found = {name: (info.dtype, info.shape) for name, info in tensors.items()}
         expected = {name: (dtype, shape) for name, dtype, shape in all_specs(record)}

@@ -25,6 +25,7 @@ _ADVICE = {
     errno.EROFS: _NO_RIGHT,
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
+    errno.ENOENT: "check the path, or choose another",
     errno.EFBIG: "choose an output on a disk that takes larger files, or, of convert, a smaller "
     "--max-shard-size",
     errno.EIO: DISK_FAILED,

@@ -205,6 +205,7 @@ def open_headers(source: str | Path, revision: str | None = None) -> Checkpoint:
         revision: as for `locate`.
 
     Raises:
+        ArgumentError: as `locate`.
         CheckpointError: as `locate` and `Checkpoint.open`; or the repository changed meanwhile.
         UnsupportedError: the weights are in pickle files.
     """

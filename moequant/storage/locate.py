@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moequant.errors import CheckpointError
+from moequant.errors import ArgumentError, CheckpointError
 from moequant.storage.files import CONFIG_FILE
 from moequant.storage.hub import NOT_DOWNLOADED, explained
 
@@ -18,8 +18,8 @@ def locate(source: str | Path, revision: str | None = None) -> Path:
             (HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...) apply.
 
     Raises:
-        CheckpointError: no such directory or repo, no access, no network and not in the cache, or
-            a revision for a directory.
+        CheckpointError: no such directory or repo, no access, or no network and not in the cache.
+        ArgumentError: a revision for a directory.
     """
     return directory_of(source, revision) or _download(str(source), revision, offline=is_offline())
 
@@ -47,7 +47,8 @@ def directory_of(source: str | Path, revision: str | None = None) -> Path | None
     or ~, has two separators, or is a file), is never used as a repo id.
 
     Raises:
-        CheckpointError: no such directory, and no repo id; or a revision for a directory.
+        CheckpointError: no such directory, and no repo id.
+        ArgumentError: a revision for a directory.
     """
     try:
         path = Path(source).expanduser()
@@ -58,7 +59,7 @@ def directory_of(source: str | Path, revision: str | None = None) -> Path | None
         raise CheckpointError(f"{source}: {reason}; give a directory or a hub repo id") from error
     if is_directory and str(source):  # Path("") is the current directory
         if revision is not None:
-            raise CheckpointError(
+            raise ArgumentError(
                 f"{source}: a directory has no revision {revision!r}; leave the revision out or "
                 "give a hub repo id that is no directory here"
             )

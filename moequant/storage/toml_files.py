@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_CORRECT = "correct it, or give another file"
+
+
 def read_text(path: Path) -> str:
     """The text of a file.
 
@@ -33,6 +36,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("not TOML: it has too many brackets within each other") from None
+        raise ValueError(
+            f"not TOML: it has too many brackets within each other; {_CORRECT}"
+        ) from None
     except ValueError as error:  # not only TOMLDecodeError: a number may have too many digits
-        raise ValueError(f"not TOML: {error}") from None
+        raise ValueError(f"not TOML: {error}; {_CORRECT}") from None

@@ -73,8 +73,8 @@ class Samples:
         The former are what the tokenizer puts before a text; None for samples that are no text.
 
         Raises:
-            MoequantError: the file cannot be read.
-            DataError: the data cannot be used; names the line and the key.
+            MoequantError: the disk fails while the file is read.
+            DataError: there is no such file, or it cannot be used; names the line and the key.
             UnsupportedError: text, but the checkpoint has no tokenizer that transformers reads.
         """
         if self._file.suffix != ".jsonl":
@@ -89,8 +89,13 @@ class Samples:
     def _parts(self, *, lines: bool) -> Iterator[str]:
         """The file's text in parts, which are lines if `lines`, without a byte order mark."""
         decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
-        with explained(self._file, "read"):
+        try:
             file = self._file.open("rb")
+        except OSError as error:
+            raise DataError(
+                f"{self._file}: cannot be read: {error.strerror}; give a file of UTF-8 text, or a "
+                "dataset FILE.jsonl"
+            ) from error
         with file:
             while True:
                 with explained(self._file, "read"):

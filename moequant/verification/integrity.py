@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moequant.conversion import DEFAULT_WORKERS, is_unfinished
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import ArgumentError, CheckpointError
 from moequant.progress import SilentProgress
 from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
 from moequant.storage.documents import object_at, read_document
@@ -66,10 +66,10 @@ def check_integrity(
     Raises:
         CheckpointError: there is no such directory, the conversion is unfinished, or moequant.json
             is missing or unreadable.
-        MoequantError: `workers` is less than 1.
+        ArgumentError: `workers` is less than 1.
     """
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but must be at least 1")
+        raise ArgumentError(f"workers = {workers}, but must be at least 1")
     path = existing_directory(converted)
     if not (path / RECORD_FILE).exists():
         raise CheckpointError(

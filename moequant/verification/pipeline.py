@@ -11,7 +11,7 @@ from moequant.conversion import (
     check_recorded_statistics,
     quantizer_jobs,
 )
-from moequant.errors import ArchitectureError, MoequantError, UnsupportedError
+from moequant.errors import ArchitectureError, ArgumentError, UnsupportedError
 from moequant.models import read_architectures, recorded_architectures
 from moequant.progress import SilentProgress
 from moequant.quantizers import choose_quantizer
@@ -88,6 +88,8 @@ def verify(
         progress: receives the progress.
 
     Raises:
+        ArgumentError: `layers` or `workers` is not as above; a device or backend for no layer; a
+            revision of a directory; or the source is `converted` itself.
         ArchitectureError: the file `architecture` is invalid.
         StatisticsError: the statistics or activation scales are missing, damaged, or not those in
             moequant.json.
@@ -95,8 +97,6 @@ def verify(
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
         UnsupportedError: an unsupported architecture or source dtype; no such device or backend
             here, or one that does not run the layers.
-        MoequantError: `layers` or `workers` is not as above; a device or backend for no layer; or
-            the source is `converted` itself.
     """
     _check_arguments(layers, workers)
     serving = serving_on(device, backend, runs_layers=layers != 0)
@@ -106,7 +106,7 @@ def verify(
     path = existing_directory(converted)
     source = Checkpoint.open(locate(against, revision))
     if source.path.resolve() == path.resolve():
-        raise MoequantError(
+        raise ArgumentError(
             f"{against}: the checkpoint itself; name the one that it was converted from"
         )
     findings = Findings()
@@ -159,9 +159,9 @@ def verify(
 
 def _check_arguments(layers: Layers, workers: int) -> None:
     if workers < 1:
-        raise MoequantError(f"workers = {workers}, but must be at least 1")
+        raise ArgumentError(f"workers = {workers}, but must be at least 1")
     if layers != "all" and not (isinstance(layers, int) and layers >= 0):
-        raise MoequantError(f'layers = {layers!r}, but must be a number of layers or "all"')
+        raise ArgumentError(f'layers = {layers!r}, but must be a number of layers or "all"')
 
 
 def _recorded_architectures(

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moequant.device import usable_device
-from moequant.errors import MoequantError, UnsupportedError, unknown_name
+from moequant.errors import ArgumentError, UnsupportedError, unknown_name
 from moequant.runtime import FusedExperts, select
 from moequant.runtime.activations import FP4_SCHEMES
 from moequant.runtime.backends import Workload, backends
@@ -128,13 +128,13 @@ def serving_on(
     """Where layers are served; None for the CPU's own backend, which is the reference.
 
     Raises:
-        MoequantError: a device or a backend is named, and no layer is to be run.
+        ArgumentError: a device or a backend is named, and no layer is to be run.
         UnsupportedError: there is no such device or backend here.
     """
     if backend is None and str(device) == "cpu":
         return None
     if not runs_layers:
-        raise MoequantError(
+        raise ArgumentError(
             f"layers = 0 runs no layer, so that nothing runs on device {str(device)!r} with "
             f"backend {backend!r}; run at least one layer, or leave device and backend out"
         )

@@ -28,7 +28,7 @@ from moequant.benchmarks.experts import (
 )
 from moequant.benchmarks.layers import ROUTINGS, Inputs, random_experts, random_inputs
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
-from moequant.errors import NumericsError, UnsupportedError
+from moequant.errors import ArgumentError, NumericsError, UnsupportedError
 from moequant.runtime import ExpertWeights, FusedExperts
 from moequant.runtime.backends import backends
 
@@ -53,7 +53,7 @@ def test_all_are_the_models_and_sizes_are_plain():
 
 @pytest.mark.parametrize("text", ["qwen", "8x256x128", "0x256x128x2", "8x256x128x2x1", "8x8x8x9"])
 def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(UnsupportedError, match=text):
+    with pytest.raises(ArgumentError, match=text):
         parse_shape(text)
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moequant.calibration.data import read_data
-from moequant.errors import DataError, MoequantError, UnsupportedError
+from moequant.errors import DataError, UnsupportedError
 from moequant.streaming import samples
 
 WORDS = ["<s>", "<unk>", *"abcdefgh", "user", "assistant", ":"]
@@ -188,7 +188,14 @@ def test_text_without_a_tokenizer_is_refused(tmp_path, read):
         read("a b", name="text.txt", folder=tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\f \n\f", b"a"])
+@pytest.mark.parametrize("name", ["text.txt", "data.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_is_refused_as_such(read, content, name):
+    with pytest.raises(DataError, match=f"{name}: no text in it; give a file with text or token"):
+        read(content, name=name)
+
+
+@pytest.mark.parametrize("content", [b"a", b"\f a \n\f"])
 def test_a_file_without_a_window_is_refused(tmp_path, read, content):
     folder = make_tokenizer(tmp_path / "other", single="$A")
     with pytest.raises(DataError, match="no window of 2 to 4 tokens in it"):
@@ -211,7 +218,7 @@ def test_bytes_that_are_no_text_are_refused(read, monkeypatch, name, content, by
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, folder):
-    with pytest.raises(MoequantError, match=r"none: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"none: cannot be read: No such file .*; give a file of"):
         read_data(
             tmp_path / "none",
             folder=folder,

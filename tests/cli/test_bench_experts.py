@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 def test_a_file_that_is_there_is_left_until_there_is_another(tmp_path):
     (tmp_path / "run.json").write_text("before")
-    assert run("--shape", "qwen9", "--output", tmp_path / "run.json").exit_code == 4
+    assert run("--shape", "qwen9", "--output", tmp_path / "run.json").exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     assert (tmp_path / "run.json").read_text() == "before"
 
@@ -209,7 +209,7 @@ def test_a_shape_is_wanted():
 
 def test_an_unknown_shape_is_refused():
     result = run("--shape", "all,qwen9")
-    assert result.exit_code == 4
+    assert result.exit_code == 2
     assert "unknown shape 'qwen9'" in result.stderr
 
 
@@ -232,5 +232,5 @@ def test_another_device_is_refused(device, message):
 
 def test_a_size_of_thousands_of_digits_is_no_shape():
     result = run("--shape", "9" * 5000 + "x1x1x1")
-    assert result.exit_code == 4
+    assert result.exit_code == 2
     assert "unknown shape" in result.stderr

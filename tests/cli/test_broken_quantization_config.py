@@ -75,20 +75,29 @@ def test_plain_weights_beside_a_known_method_are_said(run, with_entry):
     assert "its weights are not quantized" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"quant_method": "modelopt"},
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4}, "targets": ["Linear"]}},
-        },
-    ],
-)
+INCOMPLETE = [
+    {"quant_method": "modelopt"},
+    {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}, "targets": ["Linear"]}},
+    },
+]
+
+
+@pytest.mark.parametrize("entry", INCOMPLETE)
 def test_inspect_shows_plain_weights_whatever_the_entry_says(run, with_entry, entry):
     done = run("inspect", with_entry(entry))
     assert done.exit_code == 0
     assert f"none found, though config.json says {entry['quant_method']}" in done.stdout
+
+
+@pytest.mark.parametrize("entry", INCOMPLETE)
+def test_check_says_that_weights_are_plain_where_no_engine_reads_the_entry(run, with_entry, entry):
+    done = run("check", with_entry(entry))
+    assert done.exit_code == 4
+    assert "but moequant reads only" in done.stderr
+    said = "No weight of this checkpoint is quantized, but engines go by the entry: remove"
+    assert said in done.stderr
 
 
 CODE = "weight_global_scale: belongs to a quantized weight, but quantization_config says"

@@ -41,6 +41,7 @@ def test_foreseen_error_is_a_message_and_its_exit_code(run, convert_raises, erro
 def test_exit_codes_are_the_documented_ones():
     assert {e.__name__: e.exit_code for e in subclasses(errors.MoequantError)} == {
         "MoequantError": 1,
+        "ArgumentError": 2,
         "CheckpointError": 3,
         "NonFiniteError": 3,
         "UnreachableError": 3,

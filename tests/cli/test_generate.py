@@ -162,7 +162,6 @@ def test_wrong_usage_exits_2(run, converted):
     [
         (("--prompt-ids", "5,128"), "prompt id 128"),
         (("--prompt", "one"), "tokenizer"),
-        (("--prompt-ids", "5", "--backend", "none_such"), "unknown backend 'none_such'"),
         (("--prompt-ids", "5", "--device", "bogus"), "device 'bogus' cannot be used"),
     ],
 )

@@ -29,10 +29,29 @@ def restored_signals():
 
 
 def test_module_and_script_say_the_version():
-    script = [sys.executable, "-c", "from moequant.cli import main; main()", "--version"]
+    script = [sys.executable, "-c", "from moequant.__main__ import main; main()", "--version"]
     for command in ([sys.executable, "-m", "moequant", "--version"], script):
         done = subprocess.run(command, capture_output=True, check=True, text=True)
         assert done.stdout == f"moequant, version {__version__}\n"
+
+
+def test_an_interruption_of_the_first_imports_is_no_traceback():
+    program = """
+import signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from moequant.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")
 
 
 @pytest.mark.usefixtures("restored_signals")
@@ -102,7 +121,7 @@ def test_completion_is_switched_on_as_the_page_says(shell):
     assert f"_MOEQUANT_COMPLETE={shell}_source moequant" in page
     environment = {**os.environ, "_MOEQUANT_COMPLETE": f"{shell}_source"}
     script = [sys.executable, "-c", "import sys; sys.argv[0] = 'moequant'; "
-              "from moequant.cli import main; main()"]  # fmt: skip
+              "from moequant.__main__ import main; main()"]  # fmt: skip
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     # click asks bash for its version first; where there is none of the shell, it still answers.
     assert "_MOEQUANT_COMPLETE" in done.stdout

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 import pytest
@@ -130,3 +132,77 @@ def test_a_file_without_a_name_is_refused(run, tmp_path, monkeypatch, words):
     assert f"Invalid value for '{words[-1]}'" in result.stderr.replace("'-o' / ", "")
     assert "it is empty; name a file" in " ".join(result.stderr.split())
     assert not list(tmp_path.iterdir())
+
+
+TOGETHER = [
+    ("convert", "source", "out", "--format", "nvfp4", "--delete-source-shards"),
+    ("verify", "converted", "--against", "source", "--layers", "0", "--backend", "triton"),
+    *(
+        (*command, "--revision", "main")
+        for command in (
+            ("convert", "source", "out", "--format", "nvfp4"),
+            ("convert", "source", "out", "--format", "nvfp4", "--dry-run"),
+            ("inspect", "source"),
+            ("check", "source"),
+            ("verify", "converted", "--against", "source"),
+            ("report", "converted", "--against", "source"),
+            ("calibrate", "source", "--data", "text", "--output", "stats"),
+            ("evaluate", "source", "converted", "--data", "text"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("words", TOGETHER, ids=" ".join)
+def test_arguments_that_do_not_go_together_exit_2(
+    run, source, converted, tmp_path, monkeypatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source").symlink_to(source)
+    (tmp_path / "converted").symlink_to(converted)
+    (tmp_path / "text").write_text("some text")
+    result = run(*words)
+    assert result.exit_code == 2
+    assert "leave" in result.stderr  # the next step, which the library says
+
+
+def test_a_page_on_a_read_only_disk_is_wrong_usage(run, converted, tmp_path, monkeypatch):
+    def read_only(path, *_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("moequant.storage.disk.os.open", read_only)
+    result = run("report", converted, "-o", tmp_path / "page.html")
+    assert result.exit_code == 2
+    said = "page.html: cannot be written: Read-only file system; choose an output you may write to"
+    assert said in " ".join(result.stderr.split())
+
+
+BACKENDS = [
+    ("verify", "converted", "--against", "source"),
+    ("generate", "converted", "--prompt-ids", "1"),
+    ("evaluate", "source", "converted", "--data", "text"),
+    ("warm-up", "converted"),
+    ("selftest",),
+    ("tune", "--shape", "qwen3-30b"),
+    ("bench", "experts", "--shape", "qwen3-30b"),
+]
+
+
+@pytest.mark.parametrize("words", BACKENDS, ids=" ".join)
+def test_an_unknown_backend_is_wrong_usage_and_told_the_nearest(run, words):
+    result = run(*words, "--backend", "tirton")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "Invalid value for '--backend': unknown backend 'tirton'; use one of: sm90" in said
+    assert said.endswith("Did you mean triton?")
+
+
+def test_backends_complete():
+    assert complete("verify", "--backend", "naive") == ["naive_batched"]
+
+
+@pytest.mark.parametrize("words", [("recipes", ""), ("convert", "a", "b", "--recipe", "")])
+def test_a_recipe_without_a_name_is_told_the_names(run, words):
+    result = run(*words)
+    assert result.exit_code == 6
+    assert "unknown recipe ''; use one of: deepseek-v3-fp8" in result.stderr

@@ -40,8 +40,10 @@ def test_what_was_not_verified_is_refused_before_the_hub_is_asked(run, copy):
     ("arguments", "code", "message"),
     [
         (("me/it", "--report", "nothing.html"), 2, "nothing.html"),
-        (("it",), 1, "no id of a repository on the hub"),
-        (("me/it", "--base-model", "it"), 1, "'it': no id of a repository on the hub"),
+        (("it",), 2, "no id of a repository on the hub"),
+        (("me/it", "--base-model", "it"), 2, "'it': no id of a repository on the hub"),
+        (("me/it", "--revision", "a//b"), 2, "'a//b': no name of a branch; give letters"),
+        (("me/it", "--picture", __file__), 2, "not a picture; give files .png"),
         ((), 2, "REPO_ID"),
     ],
 )

@@ -26,7 +26,7 @@ from moequant.conversion.arguments import choose_executor
 from moequant.conversion.finished_shard import UsedQuantizer
 from moequant.conversion.run import write_shards
 from moequant.conversion.units import Unit
-from moequant.errors import MoequantError
+from moequant.errors import ArgumentError, MoequantError
 from moequant.storage.checkpoint import Checkpoint
 
 SETTINGS = {"format": "nvfp4", "max_shard_size": "2MB"}
@@ -392,14 +392,14 @@ def test_this_process_is_the_default():
 
 @pytest.mark.parametrize("text", ["", "rays", "ray:", "local:1", "slurm"])
 def test_another_executor_is_refused(text):
-    with pytest.raises(MoequantError, match=r"executor .* must be local, ray or ray:ADDRESS"):
+    with pytest.raises(ArgumentError, match=r"executor .* must be local, ray or ray:ADDRESS"):
         choose_executor(text)
 
 
 def test_the_command_line_takes_it(source, tmp_path):
     words = ["convert", source, tmp_path / "out", "--format", "nvfp4", "--executor", "slurm"]
     result = CliRunner().invoke(cli, [str(word) for word in words])
-    assert result.exit_code == 4
+    assert result.exit_code == 2
     assert "executor 'slurm', but must be local, ray" in result.stderr
 
 

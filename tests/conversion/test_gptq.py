@@ -10,7 +10,7 @@ import torch
 
 from moequant.conversion import Recipe, convert
 from moequant.conversion.rounding import options_of_format
-from moequant.errors import RecipeError, StatisticsError, UnsupportedError
+from moequant.errors import ArgumentError, RecipeError, StatisticsError, UnsupportedError
 from moequant.formats import CONVERTIBLE, get_format
 from moequant.quantizers.column_rounding import round_columns_in_torch
 from moequant.quantizers.gptq import Gptq, unpacked_codes
@@ -261,14 +261,14 @@ def test_wrong_options_are_refused(source, tmp_path, format, options, message):
 
 
 def test_another_device_is_for_gptq_only_and_must_be_there(source, stats, tmp_path):
-    with pytest.raises(RecipeError, match=r"device cuda is where GPTQ computes, but nothing is"):
+    with pytest.raises(RecipeError, match=r"device 'cuda' is where GPTQ computes, but nothing is"):
         convert(source, tmp_path / "out", format="mxfp4", device="cuda")
     given = {"format": "mxfp4", "options": GPTQ, "statistics": stats}
     with pytest.raises(UnsupportedError, match="device 'nothing' cannot be used"):
         convert(source, tmp_path / "out", device="nothing", **given)
-    with pytest.raises(UnsupportedError, match=r"device meta is of type meta, but GPTQ computes"):
+    with pytest.raises(UnsupportedError, match=r"device 'meta' is of type meta, but GPTQ computes"):
         convert(source, tmp_path / "out", device="meta", **given)
-    with pytest.raises(UnsupportedError, match=r"device cuda with executor ray, but machines of"):
+    with pytest.raises(ArgumentError, match=r"device 'cuda' with executor ray, but machines of"):
         convert(source, tmp_path / "out", device="cuda", executor="ray", **given)
     assert not (tmp_path / "out").exists()
 

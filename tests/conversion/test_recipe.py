@@ -79,7 +79,7 @@ def test_match_is_over_the_whole_name():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "not TOML"),
+        ("nonsense", "not TOML: .*; correct it, or give another file"),
         (f"x = {'[' * 20_000}", "not TOML: it has too many brackets within each other"),
         (f"x = {'1' * 5000}", "not TOML: Exceeds the limit"),
         ("", r"rules: missing; add a \[\[rules\]\] with roles or match, and a format$"),

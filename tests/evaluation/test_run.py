@@ -14,7 +14,7 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 
 from moequant import convert
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, CheckpointError, MoequantError, UnsupportedError
 from moequant.evaluation import evaluate
 from moequant.evaluation.plot import plot_evaluation
 from moequant.integrations.transformers import load_model
@@ -199,7 +199,7 @@ def test_a_folder_that_is_not_there_is_refused(converted, data, tmp_path):
 def test_a_test_that_is_given_twice_is_refused(converted, data, tmp_path):
     source, test = converted("qwen3_moe", "nvfp4")
     (tmp_path / "again").symlink_to(test)
-    with pytest.raises(MoequantError, match="again: given twice; give each checkpoint once"):
+    with pytest.raises(ArgumentError, match="again: given twice; give each checkpoint once"):
         evaluate(source, [test, tmp_path / "again"], data, **SETTINGS)
 
 

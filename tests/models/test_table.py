@@ -496,7 +496,7 @@ def test_a_record_that_is_no_description_is_refused(definition):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[architecture]", "mine.toml: not TOML"),
+        ("[[architecture]", "mine.toml: not TOML: .*; correct it, or give another file"),
         (f"x = {'[' * 20_000}", "mine.toml: not TOML: it has too many brackets"),
         ("fused = []", "mine.toml: architecture: Field required"),
         ("architecture = []", "mine.toml: architecture: "),

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from moequant.conversion import convert
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import ArgumentError, CheckpointError, MoequantError
 from moequant.publishing import plan_push
 from moequant.publishing.markdown import code_block, table
 from moequant.reporting import make_report
@@ -225,13 +225,13 @@ def test_prepared_folders_that_are_not_there_are_a_warning(converted):
 
 @pytest.mark.parametrize("repo_id", ["", "it", "me/it/that", "me/it that", "../it", "me/--it"])
 def test_what_is_no_id_is_refused(converted, repo_id):
-    with pytest.raises(MoequantError, match="no id of a repository on the hub; write owner/name"):
+    with pytest.raises(ArgumentError, match="no id of a repository on the hub; write owner/name"):
         plan_push(converted, repo_id)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a;b", "-a", "a..b", "a//b", "a/", "a.", "ä", "a\n"])
 def test_what_is_no_branch_is_refused(converted, name):
-    with pytest.raises(MoequantError, match="no name of a branch; give letters, digits"):
+    with pytest.raises(ArgumentError, match="no name of a branch; give letters, digits"):
         plan_push(converted, REPO, revision=name)
 
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import ArgumentError, CheckpointError, MoequantError
 from moequant.reporting import make_report
 from moequant.verification import verify
 
@@ -241,7 +241,7 @@ def test_what_was_made_with_statistics_is_verified_with_them(
 def test_no_output_twice_one_and_a_missing_one_are_errors(outputs, tmp_path):
     with pytest.raises(MoequantError, match="no checkpoint to report on"):
         make_report([])
-    with pytest.raises(MoequantError, match="named twice"):
+    with pytest.raises(ArgumentError, match="named twice"):
         make_report([outputs(), outputs() / "."])
     with pytest.raises(CheckpointError, match="no such directory"):
         make_report([tmp_path / "missing"])

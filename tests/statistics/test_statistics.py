@@ -175,10 +175,19 @@ def test_an_object_can_be_pickled_and_keeps_few_layers(path):
     assert again.tokens(3, 2) == 1000
 
 
+@pytest.mark.parametrize("content", ['{"architectures": ["Qwen3MoeForCausalLM"]}', "hi"])
+def test_a_file_of_something_else_is_refused_without_advice_about_checkpoints(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    said = r"config\.json: .*; no file of statistics, or a damaged one: give the file that"
+    with pytest.raises(StatisticsError, match=said) as caught:
+        Statistics.load(tmp_path / "config.json")
+    assert "fetch the file again" not in str(caught.value)
+
+
 def test_an_unfinished_file_is_refused_and_can_be_continued(tmp_path, record, write):
     write(tmp_path, layers=(1,))
     partial = tmp_path / "partial"
-    with pytest.raises(StatisticsError, match="statistics are what `moequant calibrate` writes"):
+    with pytest.raises(StatisticsError, match="give the file that `moequant calibrate` wrote"):
         Statistics.load(partial)
     tensors, unfinished = sums(1).to_tensors(1), partial.read_bytes()
     with StatisticsWriter(tmp_path / "other", record()) as writer:

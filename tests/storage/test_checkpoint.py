@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import save_file
 
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, CheckpointError, MoequantError, UnsupportedError
 from moequant.storage.checkpoint import Checkpoint, natural_key
 from moequant.storage.files import INDEX_FILE
 from moequant.storage.folder import sidecar_files
@@ -585,7 +585,7 @@ def test_directory_wins(folder: Path, hub: list[Any], monkeypatch: pytest.Monkey
 
 
 def test_directory_has_no_revision(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="a directory has no revision 'main'"):
+    with pytest.raises(ArgumentError, match="a directory has no revision 'main'"):
         locate(folder, "main")
 
 

@@ -47,7 +47,7 @@ def test_a_file_that_no_right_allows_is_refused(
     [
         ("folder", "exists and is not a file"),
         ("pipe", "exists and is not a file"),
-        ("no/x.json", "No such file or directory"),
+        ("no/x.json", "No such file or directory; check the path, or choose another"),
         ("file/x.json", "Not a directory"),
         ("x" * 250, "File name too long"),  # with what is added while it is written
         ("x" * 300, "File name too long"),

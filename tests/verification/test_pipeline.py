@@ -17,7 +17,7 @@ from moequant import act_fn
 from moequant.conversion import Recipe, convert
 from moequant.conversion.recipe import Rule
 from moequant.dialects import default_dialect, get_dialect
-from moequant.errors import CheckpointError, MoequantError, NonFiniteError
+from moequant.errors import ArgumentError, CheckpointError, NonFiniteError
 from moequant.formats import CONVERTIBLE, QuantizedWeight, dequantize, get_format, quantize
 from moequant.formats.elements import encode_e4m3, encode_int4, pack_nibbles
 from moequant.storage.checkpoint import Checkpoint
@@ -222,7 +222,7 @@ def test_layers_are_chosen_evenly(make_checkpoint, tmp_path, layers, wanted):
 @pytest.mark.parametrize("asked", [{"layers": -1}, {"layers": "first"}, {"workers": 0}])
 def test_other_numbers_of_layers_and_workers_are_refused(source, clean, asked):
     (name,) = asked
-    with pytest.raises(MoequantError, match=f"{name} = "):
+    with pytest.raises(ArgumentError, match=f"{name} = "):
         verify(clean("mxfp4"), against=source, **asked)
 
 
@@ -737,7 +737,7 @@ def test_a_folder_without_anything_of_a_checkpoint_raises(source, tmp_path):
 def test_the_source_itself_is_not_converted(source, tmp_path):
     report = verify(shutil.copytree(source, tmp_path / "copy"), against=source)
     assert list(problems(report)) == ["config.json"]
-    with pytest.raises(MoequantError, match="the checkpoint itself"):
+    with pytest.raises(ArgumentError, match="the checkpoint itself"):
         verify(source, against=source)
 
 

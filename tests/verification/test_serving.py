@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moequant.conversion import convert
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import naive_batched
@@ -197,5 +197,5 @@ def test_what_cannot_run_here_is_refused_before_weights_are_compared(
 
 @pytest.mark.parametrize("asked", [{"backend": "naive_batched"}, {"device": "cuda"}])
 def test_a_backend_for_no_layer_is_refused(source, converted, asked):
-    with pytest.raises(MoequantError, match=r"layers = 0 runs no layer"):
+    with pytest.raises(ArgumentError, match=r"layers = 0 runs no layer"):
         verify(converted("mxfp4"), against=source, layers=0, **asked)
