@@ -32,7 +32,7 @@ from moequant.cli import (
     warm_up,
 )
 from moequant.cli.failures import CommandGroup
-from moequant.cli.interruption import raise_interruptions
+from moequant.cli.interruption import end_waiting, raise_interruptions
 from moequant.cli.output import print_warnings_of
 from moequant.errors import SlowPathWarning
 
@@ -80,4 +80,7 @@ def main() -> None:
     # The headers of a large model are a million objects that stay, through which the garbage
     # collector goes again and again by default; it then takes a third of the time of a report.
     gc.set_threshold(50_000, 20, 20)
-    cli.main(prog_name="moequant")
+    try:
+        cli.main(prog_name="moequant")
+    finally:
+        end_waiting()

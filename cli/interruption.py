@@ -29,6 +29,11 @@ def raise_interruptions() -> None:
     signal.signal(signal.SIGALRM, handler)
 
 
+def end_waiting() -> None:
+    """Drop an interruption that waits, at the end: its timer would kill Python as it exits."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 class _Interruptions:
     """A handler of signals that waits for imports."""
 

@@ -55,6 +55,20 @@ main()
 
 
 @pytest.mark.usefixtures("restored_signals")
+def test_no_interruption_waits_when_python_exits(monkeypatch):
+    """Python takes its handlers away as it exits, and SIGALRM then kills it."""
+
+    class Command:
+        def main(self, prog_name):
+            signal.setitimer(signal.ITIMER_REAL, 60)
+
+    monkeypatch.setattr("moequant.cli.cli", Command())
+    with warnings.catch_warnings():
+        main()
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.usefixtures("restored_signals")
 def test_termination_ends_a_command_as_an_interrupt_does(monkeypatch, capsys):
     def terminated(*args, **settings):
         signal.raise_signal(signal.SIGTERM)
