@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from moequant.act_fn import ActFn
 
+ELEMENTS = ("e2m1", "e4m3", "int4", "bf16", "fp16", "fp32")
+"""What the kernels decode."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
@@ -32,7 +35,7 @@ class Projection:
     that of gate is in a tensor that holds gate over up.
 
     Attributes:
-        element: what a code is: "bf16", "fp16", "fp32", "e4m3", "e2m1" or "int4".
+        element: what a code is, one of ELEMENTS.
         qdata: [E, N, K] bfloat16, float16 or float32, or uint8 codes [E, N, K] or [E, N, K / 2],
             the even column in the low nibble.
         scale: [E, ceil(N / scale_rows), ceil(K / scale_columns)], bytes where it is of 8 bits; any

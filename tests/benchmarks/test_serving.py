@@ -69,10 +69,19 @@ class LLM:
         with open(os.environ["FAKE_VLLM_SEEN"], "a") as file:
             file.write(json.dumps(options) + "\\n")
 
-    def generate(self, inputs, sampling, use_tqdm):
+    def sleep(self, level, mode):
+        assert (level, mode) == (0, "keep")
+
+    def enqueue(self, inputs, sampling, use_tqdm):
         assert sampling.options["ignore_eos"]
         assert all(set(prompt) == {"prompt_token_ids"} for prompt in inputs)
-        time.sleep(0.01 + 0.001 * sampling.options["max_tokens"])
+        self.sampling = sampling
+
+    def wake_up(self, tags):
+        assert tags == ["scheduling"]
+
+    def wait_for_completion(self, use_tqdm):
+        time.sleep(0.01 + 0.001 * self.sampling.options["max_tokens"])
 '''
 
 

@@ -223,7 +223,7 @@ def test_every_shipped_recipe_converts_or_says_what_it_wants(run, source, tmp_pa
 
 def test_revision_of_a_directory_is_refused(run, source, tmp_path):
     result = run("convert", source, tmp_path, "--format", "w4a8", "--revision", "main", "--json")
-    assert result.exit_code == 3
+    assert result.exit_code == 2
 
 
 def test_quiet_prints_nothing_on_stdout(run, source, tmp_path):

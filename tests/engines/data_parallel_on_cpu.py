@@ -1,12 +1,13 @@
 """Run a converted layer as vLLM does on two data-parallel ranks, on a CPU.
 
-    data_parallel_on_cpu.py CHECKPOINT [--ep]
+    data_parallel_on_cpu.py CHECKPOINT [--ep] [--send rows|batches]
 
 Each rank is a process with tokens of its own, of other numbers. vLLM gathers them, calls the
-plug-in's method, and adds and scatters what the ranks return. With --ep, ranks have half of the
-experts each; else half of each expert, whose activations are then quantized in halves too, so that
-the checkpoint's format must leave them as they are. Fails if an output differs from that of
-`load_experts` by more than the rounding of each rank's sum to bfloat16.
+plug-in's method, and adds and scatters what the ranks return. With --send, vLLM's kernel sends them
+to the ranks of their experts, as with DeepEP, for which sent_on_cpu.py stands in. With --ep, ranks
+have half of the experts each; else half of each expert, whose activations are then quantized in
+halves too, so that the checkpoint's format must leave them as they are. Fails if an output differs
+from that of `load_experts` by more than the rounding of each rank's sum to bfloat16.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def add_collectives():
     CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
-def rank_of_two(module, rank, ep, port):
+def rank_of_two(module, rank, ep, port, backend):
     """vLLM in this process, one of two ranks."""
     from vllm import __version__
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
@@ -70,6 +71,7 @@ def rank_of_two(module, rank, ep, port):
         data_parallel_master_ip="127.0.0.1",
         data_parallel_master_port=port,
         enable_expert_parallel=ep,
+        all2all_backend=backend,
         is_moe_model=True,
     )
     parallel.data_parallel_rank = rank  # which vLLM otherwise takes from the environment
@@ -97,7 +99,7 @@ def route(hidden_states, gating_output, topk, renormalize):
     return weights, ids.int()
 
 
-def run_rank(rank, checkpoint, ep, port):
+def run_rank(rank, checkpoint, ep, port, send):
     """Compare what vLLM returns to one rank with `load_experts`."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -116,7 +118,16 @@ def run_rank(rank, checkpoint, ep, port):
     register()
     add_collectives()
     module = layers_of_vllm()
-    engine = rank_of_two(module, rank, ep, port)
+    if send is not None:
+        import sent_on_cpu
+
+        sent_on_cpu.install(TOKENS)
+    backend = {
+        None: "allgather_reducescatter",
+        "rows": "deepep_high_throughput",
+        "batches": "deepep_low_latency",
+    }
+    engine = rank_of_two(module, rank, ep, port, backend[send])
     runner = engine.loaded_runner(checkpoint, custom_routing_function=route)
     experts = load_experts(checkpoint, 0)
     sizes = experts.packed().workload
@@ -147,5 +158,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--send", choices=("rows", "batches"))
     given = parser.parse_args()
-    multiprocessing.spawn(run_rank, (given.checkpoint, given.ep, free_port()), nprocs=len(TOKENS))
+    arguments = (given.checkpoint, given.ep, free_port(), given.send)
+    multiprocessing.spawn(run_rank, arguments, nprocs=len(TOKENS))

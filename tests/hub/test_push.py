@@ -378,7 +378,7 @@ def test_names_of_reports_and_pictures_are_names_that_links_and_verify_take(empt
     assert check_integrity(downloaded).problems == ()
     (tmp_path / "report.pdf").write_bytes(b"")
     refused = push(empty, copy, "--report", tmp_path / "report.pdf")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "report.pdf: not a page; give files .html, .htm" in refused.error
 
 

@@ -4,8 +4,9 @@ Decisions, each with the failure it prevents:
 
 * No operator of its own for torch.compile. vLLM calls a method within its operators
   `vllm::moe_forward` and `vllm::moe_forward_shared`, which graphs keep whole.
-* No kernel of vLLM's (`moe_kernel` stays None). vLLM then routes, adds shared experts and reduces
-  over ranks itself, as for its own methods without one.
+* No kernel of vLLM's (`moe_kernel` stays None), but where an all-to-all sends tokens to the ranks
+  of their experts. vLLM then routes, adds shared experts and reduces over ranks itself, as for its
+  own methods without one.
 * The packed experts are the method's, not a module of the layer. Otherwise vLLM's walks over
   modules, which expect parameters that can be loaded again, would find them.
 * A backend is chosen before anything is loaded. Otherwise a layer that nothing runs would be
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
@@ -26,7 +28,12 @@ from moequant.formats import get_format
 from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
 from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
-from moequant.integrations.vllm.refusals import check_biases, check_blocks
+from moequant.integrations.vllm.refusals import (
+    check_biases,
+    check_blocks,
+    check_hidden,
+    sends_tokens,
+)
 from moequant.integrations.vllm.single import SingleExperts
 from moequant.integrations.vllm.stored import RankSizes
 from moequant.integrations.vllm.versions import activation_numbers
@@ -38,7 +45,6 @@ from moequant.runtime.packing import scheme_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor, nn
 
     from moequant.integrations.vllm.options import Options
@@ -89,10 +95,15 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         act_dtype: torch.dtype,
         moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        """H, and I of a rank: of gpt-oss in whole blocks, as its code in vLLM cuts it."""
+        """H, and I of a rank: of gpt-oss in whole blocks, as its code in vLLM cuts it.
+
+        Raises:
+            UnsupportedError: the way of sending tokens needs another H.
+        """
         hidden, intermediate = super().maybe_roundup_sizes(
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
+        check_hidden(self.name, hidden_size, hidden, moe_parallel_config.all2all_backend)
         if self.scheme.dialect.stacks:
             block = get_format(self.scheme.format).block[1]
             intermediate = -(-intermediate // block) * block
@@ -149,7 +160,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Raises:
             CheckpointError: a tensor was not in the files, or has a value that the format does not;
                 or a prepared layer is damaged or stale.
-            UnsupportedError: weights are loaded a second time.
+            UnsupportedError: weights are loaded a second time, or tokens cannot be sent to them.
         """
         if self.experts is not None or self.stored is None:
             raise UnsupportedError(
@@ -162,10 +173,13 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self._weights(layer),
             backend=self.options.backend,
             activations=self.scheme.choose(self.options.activations),
-            expert_map=layer.expert_map,
+            # Tokens in batches are known to be of the experts here.
+            expert_map=None if self._in_batches else layer.expert_map,
         )
         self.prepared = None
         self.stored.free(layer)
+        if sends_tokens(self.moe.moe_parallel_config):
+            self.moe_kernel = self._kernel(layer)
         self._say(self.experts)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
@@ -182,15 +196,32 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> Tensor:
         """The routed experts of this rank, [M, H]; vLLM adds shared experts and other ranks.
 
+        Where tokens are sent to the ranks of their experts, the routed experts of all ranks; vLLM's
+        kernel may run shared experts meanwhile.
+
         Args:
             layer: the layer.
             x: [M, H] hidden states.
             topk_weights: [M, T].
             topk_ids: [M, T], of all ranks' experts.
-            shared_experts: run by vLLM, not here.
+            shared_experts: for vLLM's kernel; without one, vLLM runs them.
             shared_experts_input: likewise.
         """
         assert self.experts is not None, f"{self.name}: not loaded"
+        if self.moe_kernel is not None:
+            sent: Tensor = self.moe_kernel.apply(
+                x,
+                *self._no_weights,
+                topk_weights,
+                topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
+            return sent
         call, on_input = (x, topk_weights, topk_ids), layer.apply_router_weight_on_input
         out: Tensor = self.experts(*call, apply_router_weight_on_input=on_input)
         if not self._called:
@@ -199,6 +230,28 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 self.experts, self.options.warm_up, *call, apply_router_weight_on_input=on_input
             )
         return out
+
+    @property
+    def _in_batches(self) -> bool:
+        """Whether tokens come in a batch for each expert."""
+        parallel = self.moe.moe_parallel_config
+        return sends_tokens(parallel) and parallel.use_batched_activation_format
+
+    @property
+    def _no_weights(self) -> tuple[Tensor, Tensor]:
+        """For vLLM's kernel, which reads the number of experts here from the shapes of weights."""
+        assert self.experts is not None
+        none = torch.empty(self.experts.packed().workload.experts, 0, 0)
+        return none, none
+
+    def _kernel(self, layer: Any) -> Any:
+        """The kernel of vLLM's that holds our experts."""
+        # Its modules are needed, and here, only where tokens are sent.
+        from moequant.integrations.vllm.all_to_all import make_kernel
+
+        assert self.experts is not None
+        tables = layer._expert_routing_tables()
+        return make_kernel(self.name, self.moe, self.experts, tables, self.options.warm_up)
 
     def _weights(self, layer: Any) -> ExpertWeights | PackedExperts:
         """What was loaded, or what was prepared."""

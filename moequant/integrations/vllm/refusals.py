@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
     from moequant.integrations.vllm.stored import RankSizes
 
-_ALL_TO_ALL = "allgather_reducescatter"
+_GATHERING = "allgather_reducescatter"
 """With it, vLLM gathers the tokens of all data-parallel ranks before it calls a method that has no
 kernel of vLLM's, and adds and scatters what the ranks return."""
+_SENDING = ("deepep_high_throughput", "deepep_low_latency")
+"""With these, tokens are sent to the ranks of their experts: as rows, and in batches."""
 _WITHOUT = f"or start without --quantization {NAME}"
 
 
@@ -40,13 +42,24 @@ def _of_parallelism(layer: Any) -> Iterator[str]:
     parallel = layer.moe_config.moe_parallel_config
     if parallel.enable_eplb:
         yield f"expert load balancing: leave out --enable-eplb, {_WITHOUT}"
-    if parallel.dp_size > 1 and parallel.all2all_backend != _ALL_TO_ALL:
+    gathers = parallel.all2all_backend == _GATHERING
+    if parallel.dp_size > 1 and not gathers and not sends_tokens(parallel):
         yield (
-            f"data parallel {parallel.dp_size} with --all2all-backend {parallel.all2all_backend}, "
-            f"whose tokens are for experts of vLLM: leave it out, or name {_ALL_TO_ALL}, {_WITHOUT}"
+            f"data parallel {parallel.dp_size} with --all2all-backend {parallel.all2all_backend}: "
+            f"leave it out, or name {_GATHERING}, or {' or '.join(_SENDING)} with "
+            f"--enable-expert-parallel, {_WITHOUT}"
         )
     if parallel.pcp_size > 1:
         yield f"prefill context parallel {parallel.pcp_size}: leave it out, {_WITHOUT}"
+
+
+def sends_tokens(parallel: Any) -> bool:
+    """Whether vLLM sends tokens to the ranks of their experts, by an all-to-all that is served.
+
+    Args:
+        parallel: vLLM's `FusedMoEParallelConfig`.
+    """
+    return parallel.all2all_backend in _SENDING and parallel.use_all2all_kernels
 
 
 def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
@@ -64,6 +77,20 @@ def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
         yield f"sleep mode, which does not see packed experts: leave it out, {_WITHOUT}"
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
+
+
+def check_hidden(name: str, hidden: int, needed: int, backend: str) -> None:
+    """Check that tokens can be sent with as many columns as they have.
+
+    Raises:
+        UnsupportedError: vLLM would pad them.
+    """
+    if hidden != needed:
+        raise UnsupportedError(
+            f"{name}: --all2all-backend {backend} sends tokens of {needed} columns and not of "
+            f"{hidden}, and --quantization {NAME} does not pad them; leave it out, or name "
+            f"{_GATHERING}, {_WITHOUT}"
+        )
 
 
 def check_blocks(name: str, format: str, sizes: RankSizes) -> None:

@@ -35,7 +35,8 @@ def warm_up_smaller(
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    apply_router_weight_on_input: bool,
+    apply_router_weight_on_input: bool = False,
+    hidden_scale: Tensor | None = None,
 ) -> None:
     """Run the first rows of a call again, once for each set of kernels and kind of layer.
 
@@ -46,6 +47,7 @@ def warm_up_smaller(
         topk_weights: [M, T], likewise.
         topk_ids: [M, T], likewise.
         apply_router_weight_on_input: likewise.
+        hidden_scale: [M, groups], likewise, where hidden states come quantized.
     """
     packed, (M, T) = experts.packed(), topk_ids.shape
     dtypes = (hidden_states.dtype, topk_weights.dtype, topk_ids.dtype)
@@ -65,6 +67,7 @@ def warm_up_smaller(
             topk_weights[:tokens],
             topk_ids[:tokens],
             apply_router_weight_on_input=apply_router_weight_on_input,
+            hidden_scale=None if hidden_scale is None else hidden_scale[:tokens],
         )
     logger.info(
         "moequant ran %d calls of 1 to %d tokens, one for each set of kernels, in %.1f s",

@@ -10,7 +10,7 @@ import torch
 
 from moequant.formats import RUNNABLE, get_format
 from moequant.formats.base import WHOLE
-from moequant.kernels.portable.weights import Experts, Projection
+from moequant.kernels.portable.weights import ELEMENTS, Experts, Projection
 from moequant.runtime.activations import FP8_SCHEMES, FP8_TENSOR
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_capable
@@ -31,21 +31,19 @@ if TYPE_CHECKING:
 
 _CAPABILITY = (8, 0)  # of BF16 tensor cores
 _ACTIVATIONS = (*FP8_SCHEMES, "none")
-_ELEMENTS = ("e2m1", "e4m3", "int4", "bf16", "fp16", "fp32")
-"""What the kernels decode."""
 _SCALE_COLUMNS = {
     torch.float32: (128, WHOLE),
     torch.bfloat16: (128,),
     torch.float8_e8m0fnu: (32,),
     torch.float8_e4m3fn: (16,),
 }
-"""How many columns may share a scale, by its dtype, likewise."""
+"""How many columns may share a scale, by its dtype: what the kernels decode."""
 
 
 def is_decoded(format: Format) -> bool:
     """Whether the kernels decode a format."""
     columns = _SCALE_COLUMNS.get(format.scale_dtype, ())
-    return format.element.name in _ELEMENTS and format.block[1] in columns
+    return format.element.name in ELEMENTS and format.block[1] in columns
 
 
 DECODED = [name for name, format in RUNNABLE.items() if is_decoded(format)]

@@ -19,8 +19,9 @@ EXPERT = f"{NAME}.0.down_proj"
 def settings(**changed):
     """A layer and vLLM's settings that are served, but for `changed`, by dotted name."""
     parallel = SimpleNamespace(
-        enable_eplb=False, dp_size=1, pcp_size=1, all2all_backend="allgather_reducescatter"
-    )
+        enable_eplb=False, dp_size=1, pcp_size=1, all2all_backend="allgather_reducescatter",
+        use_all2all_kernels=False,
+    )  # fmt: skip
     layer = SimpleNamespace(
         moe_config=SimpleNamespace(
             moe_parallel_config=parallel, is_lora_enabled=False, moe_backend="auto"
@@ -61,13 +62,37 @@ def test_what_is_served_is_not_refused(engine, ranks):
     check_served(NAME, *settings(**{f"{PARALLEL}dp_size": ranks}))
 
 
-def test_tokens_that_are_sent_for_experts_of_vllm_are_refused(engine):
+def data_parallel(backend, *, experts):
+    """Two data-parallel ranks, with experts of their own or parts of all."""
+    values = {"all2all_backend": backend, "dp_size": 2, "use_all2all_kernels": experts}
+    return settings(**{PARALLEL + name: value for name, value in values.items()})
+
+
+def test_tokens_may_be_sent_to_the_ranks_of_their_experts(engine):
     from moequant.integrations.vllm.refusals import check_served
 
-    backend = {f"{PARALLEL}all2all_backend": "deepep_low_latency"}
-    check_served(NAME, *settings(**backend))  # nothing is sent
-    with pytest.raises(UnsupportedError, match="2 with --all2all-backend deepep_low_latency"):
-        check_served(NAME, *settings(**backend, **{f"{PARALLEL}dp_size": 2}))
+    for backend in ("deepep_high_throughput", "deepep_low_latency"):
+        check_served(NAME, *data_parallel(backend, experts=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "experts"), [("deepep_low_latency", False), ("nixl_ep", True), ("nixl_ep", False)]
+)
+def test_another_all_to_all_is_refused(engine, backend, experts):
+    from moequant.integrations.vllm.refusals import check_served
+
+    one_rank = settings(**{f"{PARALLEL}all2all_backend": backend})
+    check_served(NAME, *one_rank)  # nothing is sent
+    with pytest.raises(UnsupportedError, match=f"data parallel 2 with --all2all-backend {backend}"):
+        check_served(NAME, *data_parallel(backend, experts=experts))
+
+
+def test_tokens_that_would_be_padded_are_refused(engine):
+    from moequant.integrations.vllm.refusals import check_hidden
+
+    check_hidden(NAME, 3072, 3072, "deepep_low_latency")
+    with pytest.raises(UnsupportedError, match="tokens of 3072 columns and not of 2880"):
+        check_hidden(NAME, 2880, 3072, "deepep_low_latency")
 
 
 @pytest.mark.parametrize("place", REFUSED)

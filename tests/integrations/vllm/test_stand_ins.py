@@ -72,7 +72,8 @@ FIELDS = {
         "moe_parallel_config", "activation", "has_bias", "is_lora_enabled", "moe_backend",
     ),
     (f"{_MOE}/config.py", "FusedMoEParallelConfig"): (
-        "tp_size", "dp_size", "pcp_size", "enable_eplb", "all2all_backend",
+        "tp_size", "dp_size", "pcp_size", "enable_eplb", "all2all_backend", "use_all2all_kernels",
+        "use_batched_activation_format",
     ),
     (f"{_MOE}/fused_moe_method_base.py", "FusedMoEMethodBase"): ("moe", "moe_kernel"),
     (f"{_QUANTIZATION}/fp8.py", "Fp8Config"): ("ignored_layers",),
@@ -81,9 +82,13 @@ FIELDS = {
 }  # fmt: skip
 """What the plug-in reads of vLLM's objects, by file and class."""
 LAYER_FIELDS = {
-    "0.22.1": ("expert_map", "apply_router_weight_on_input", "moe_config"),
+    "0.22.1": (
+        "expert_map", "apply_router_weight_on_input", "moe_config", "activation",
+        "global_num_experts", "_expert_routing_tables",
+    ),
     "0.33.0": (
-        "expert_map", "apply_router_weight_on_input", "moe_config", "ckpt_gate_proj_name",
+        "expert_map", "apply_router_weight_on_input", "moe_config", "activation",
+        "global_num_experts", "_expert_routing_tables", "ckpt_gate_proj_name",
         "ckpt_up_proj_name", "ckpt_down_proj_name",
     ),
 }  # fmt: skip
