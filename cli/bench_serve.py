@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=click.Path(path_type=Path))
 @click.option(
     "--shape", metavar="NAME",
-    help="Also time a model of random weights: qwen3-30b, deepseek-v3 or gpt-oss (120B).",
+    help="Also time a model of random weights: qwen3-30b, deepseek-v3, gpt-oss (120B) or "
+    "gpt-oss-20b.",
 )  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Its number of layers.")
 @click.option(
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 @click.option("--expert-parallel", is_flag=True, help="Divide experts among these GPUs.")
 @click.option(
     "--profile", is_flag=True,
-    help="Also say how long the GPU, of several the first, is busy in a step, of --rounds calls "
+    help="Also say how long the GPU, of several the first, is busy in a step, of three calls "
     "the least; --json has the kernels.",
 )  # fmt: skip
 @click.option(

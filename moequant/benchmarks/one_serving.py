@@ -37,6 +37,8 @@ FIRST_TOKENS = 16
 """New tokens of the shorter of two calls, whose difference is decoding alone."""
 PREFILL_PROMPTS = 8
 _PROFILED_STEPS = 32
+_PROFILES = 3
+"""Of each call."""
 _CPU_READ_BYTES = 1 << 28
 _CPU_READS = 5
 _IDS = range(3, 30000)
@@ -93,14 +95,15 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
 def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> dict[str, Any]:
     """Profiles of a step of each batch and of the prefill, of calls no longer than those timed.
 
-    Of `rounds` calls, that in which the GPU is least busy: one of several GPUs is busy, too, while
+    Of several calls, that in which the GPU is least busy: one of several GPUs is busy, too, while
     it waits for the others in a collective operation.
     """
-    rounds, steps = request["rounds"], min(request["steps"], _PROFILED_STEPS)
+    steps = min(request["steps"], _PROFILED_STEPS)
     prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
-        profiles = [engine.profile(prompts.draw(batch, length), new_tokens) for _ in range(rounds)]
+        calls = [prompts.draw(batch, length) for _ in range(_PROFILES)]
+        profiles = [engine.profile(call, new_tokens) for call in calls]
         return min(profiles, key=lambda profile: profile.busy_us)
 
     prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)

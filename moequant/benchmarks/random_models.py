@@ -107,6 +107,7 @@ _GPT_OSS_120B = {
     "swiglu_limit": 7.0,
     "vocab_size": 201088,
 }
+_GPT_OSS_20B = _GPT_OSS_120B | {"num_hidden_layers": 24, "num_local_experts": 32}
 
 
 class _Random:
@@ -298,5 +299,6 @@ MODELS = {
     "qwen3-30b": RandomModel(_QWEN3_30B, _qwen3_moe),
     "deepseek-v3": RandomModel(_DEEPSEEK_V3, _deepseek_v3),
     "gpt-oss": RandomModel(_GPT_OSS_120B, _gpt_oss),
+    "gpt-oss-20b": RandomModel(_GPT_OSS_20B, _gpt_oss),
 }
 """gpt-oss is the one with 120 B weights."""

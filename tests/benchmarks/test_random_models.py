@@ -27,6 +27,7 @@ SMALL = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     },
 }  # fmt: skip
+SMALL["gpt-oss-20b"] = SMALL["gpt-oss"]
 
 
 def small(name, layers=2):
@@ -51,12 +52,13 @@ def test_it_is_converted_into_what_engines_load(tmp_path, name):
     result = convert(tmp_path / "source", tmp_path / "out", format="mxfp4")
     config = json.loads((result.output / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == (
-        "mxfp4" if name == "gpt-oss" else "compressed-tensors"
+        "mxfp4" if name.startswith("gpt-oss") else "compressed-tensors"
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-30b", 30.5), ("deepseek-v3", 671.0), ("gpt-oss", 116.8)]
+    ("name", "billions"),
+    [("qwen3-30b", 30.5), ("deepseek-v3", 671.0), ("gpt-oss", 116.8), ("gpt-oss-20b", 20.9)],
 )
 def test_the_whole_model_has_as_many_weights_as_the_release(name, billions):
     """Counted by transformers' class, which the test above compares with the tensors."""

@@ -414,7 +414,7 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
     assert (first, second) == ((1, 64, 16), (2, 64, 16))
     want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 48))]
     assert profiled == [
-        (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(2)
+        (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(3)
     ]
     assert one_serving.time_engine({**request, "steps": 8})["profile"]["2"] == step
     assert profiled[-1][1:] == (2, 64, 24)

@@ -33,13 +33,13 @@ MODELS = {
         room_gb=70,
         estimate_s=85,
     ),
-    "gpt-oss": Model(
-        shape="gpt-oss",
-        layers=9,
+    "gpt-oss-20b": Model(
+        shape="gpt-oss-20b",
+        layers=24,
         vocabulary=32768,
         formats=("mxfp4",),
-        room_gb=78,
-        estimate_s=150,
+        room_gb=55,
+        estimate_s=110,
     ),
     "deepseek-v3": Model(
         shape="deepseek-v3",
