@@ -30,7 +30,11 @@ def raise_interruptions() -> None:
 
 
 def end_waiting() -> None:
-    """Drop an interruption that waits, at the end: its timer would kill Python as it exits."""
+    """Drop an interruption that waits, at the end, and the timer of one that comes later.
+
+    It would kill Python as it exits, which takes handlers away.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 

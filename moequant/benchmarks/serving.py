@@ -67,6 +67,7 @@ PLAIN = "bf16"
 _LOG_END = 2000
 """Characters of a failed engine's output that are kept."""
 _ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_NO_USAGE_STATS": "1",

@@ -66,6 +66,7 @@ def test_no_interruption_waits_when_python_exits(monkeypatch):
     with warnings.catch_warnings():
         main()
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN  # of one that comes later
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -1,10 +1,11 @@
 """Run a converted layer as vLLM does on two data-parallel ranks, on a CPU.
 
-    data_parallel_on_cpu.py CHECKPOINT [--ep] [--send rows|batches]
+    data_parallel_on_cpu.py CHECKPOINT [--ep] [--send rows|batches] [--idle]
 
 Each rank is a process with tokens of its own, of other numbers. vLLM gathers them, calls the
 plug-in's method, and adds and scatters what the ranks return. With --send, vLLM's kernel sends them
-to the ranks of their experts, as with DeepEP, for which sent_on_cpu.py stands in. With --ep, ranks
+to the ranks of their experts, as with DeepEP, for which sent_on_cpu.py stands in; a shared expert
+is then run, too. With --idle, the second rank has no expert that a token chooses. With --ep, ranks
 have half of the experts each; else half of each expert, whose activations are then quantized in
 halves too, so that the checkpoint's format must leave them as they are. Fails if an output differs
 from that of `load_experts` by more than the rounding of each rank's sum to bfloat16.
@@ -93,13 +94,21 @@ def rank_of_two(module, rank, ep, port, backend):
     return Rank()
 
 
+class Halves(torch.nn.Module):
+    """A shared expert."""
+
+    def forward(self, hidden_states):
+        """Half of each token."""
+        return hidden_states / 2
+
+
 def route(hidden_states, gating_output, topk, renormalize):
     """Weights and ids of the best experts."""
     weights, ids = gating_output.float().softmax(-1).topk(topk)
     return weights, ids.int()
 
 
-def run_rank(rank, checkpoint, ep, port, send):
+def run_rank(rank, checkpoint, ep, port, send, idle):
     """Compare what vLLM returns to one rank with `load_experts`."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -128,13 +137,18 @@ def run_rank(rank, checkpoint, ep, port, send):
         "batches": "deepep_low_latency",
     }
     engine = rank_of_two(module, rank, ep, port, backend[send])
-    runner = engine.loaded_runner(checkpoint, custom_routing_function=route)
+    shared = {} if send is None else {"shared_experts": Halves()}
+    runner = engine.loaded_runner(checkpoint, custom_routing_function=route, **shared)
     experts = load_experts(checkpoint, 0)
     sizes = experts.packed().workload
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(TOKENS[rank], sizes.hidden, generator=generator).bfloat16()
     logits = torch.randn(TOKENS[rank], sizes.experts, generator=generator)
+    if idle:
+        logits[:, sizes.experts // 2 :] -= 100
     wanted = experts(hidden, *route(hidden, logits, 2, False)).float()
+    if shared:
+        wanted += hidden.float() / 2
     tokens = {"num_tokens": TOKENS[rank], "num_tokens_across_dp": torch.tensor(TOKENS)}
     with engine.settings() as config, set_forward_context(None, config, **tokens):
         config.compilation_config.static_forward_context[module.LAYER] = runner
@@ -159,6 +173,7 @@ if __name__ == "__main__":
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--send", choices=("rows", "batches"))
+    parser.add_argument("--idle", action="store_true")
     given = parser.parse_args()
-    arguments = (given.checkpoint, given.ep, free_port(), given.send)
+    arguments = (given.checkpoint, given.ep, free_port(), given.send, given.idle)
     multiprocessing.spawn(run_rank, arguments, nprocs=len(TOKENS))

@@ -2,6 +2,8 @@
 
 Tokens are gathered from all ranks, and each rank keeps those of its experts: as rows whose other
 experts are one of another rank, or in a batch for each expert, with NaN in places that hold none.
+As with DeepEP, both are asynchronous, so that vLLM's kernel runs shared experts, and the scales of
+batches are transposed in memory.
 """
 
 from __future__ import annotations
@@ -47,6 +49,15 @@ class _Sent(mk.FusedMoEPrepareAndFinalizeModular):
         distributed.all_gather(found, padded, group=self._group.cpu_group)
         rows = [part[:size] for part, size in zip(found, self._tokens, strict=True)]
         return torch.cat(rows).view(tensor.dtype)
+
+    def supports_async(self):
+        return True
+
+    def prepare_async(self, *arguments, **others):
+        return lambda: self.prepare(*arguments, **others)
+
+    def finalize_async(self, *arguments):
+        return lambda: self.finalize(*arguments)
 
     def prepare(
         self, a1, topk_weights, topk_ids, num_experts, expert_map, on_input, quant_config, **others
@@ -98,6 +109,12 @@ class Batches(_Sent):
     def max_num_tokens_per_rank(self):
         return max(self._tokens)
 
+    def prepare_async(self, *arguments, **others):
+        return (lambda: None), super().prepare_async(*arguments, **others)
+
+    def finalize_async(self, *arguments):
+        return (lambda: None), super().finalize_async(*arguments)
+
     def _laid_out(self, x, scale, num_experts):
         places = self.max_num_tokens_per_rank() * self.num_dispatchers()
         self._pairs = [
@@ -105,7 +122,9 @@ class Batches(_Sent):
         ]
         counts = torch.tensor([len(token) for token, _ in self._pairs], dtype=torch.int32)
         meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
-        scales = None if scale is None else self._batches(scale, places)
+        scales = None
+        if scale is not None:
+            scales = self._batches(scale, places).mT.contiguous().mT
         return self._batches(x, places), scales, meta, None, None
 
     def _batches(self, x, places):

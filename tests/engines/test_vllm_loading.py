@@ -8,18 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from moequant.benchmarks.layers import random_experts
-from moequant.benchmarks.shapes import LayerShape
 from moequant.conversion import convert
 from moequant.dialects import REGISTRY
-from moequant.errors import UnsupportedError
 from moequant.preparation import prepare
-from moequant.runtime import FusedExperts
 
 pytestmark = [
     pytest.mark.vllm,
@@ -106,6 +100,8 @@ def test_vllm_takes_prepared_experts_as_they_are(load, model, format, dialect):
             for format in ("nvfp4", "w4a8", "fp8_block")
             for form in ("rows", "batches")
         ),
+        ("fp8_block", ("--ep", "--send", "rows", "--idle")),
+        ("fp8_block", ("--ep", "--send", "batches", "--idle")),
     ],
 )
 def test_data_parallel_ranks_get_what_one_would_return(
@@ -116,22 +112,3 @@ def test_data_parallel_ranks_get_what_one_would_return(
     said = run("data_parallel_on_cpu.py", path, *arguments)
     assert "rank 0: " in said
     assert "rank 1: " in said
-
-
-def test_batches_do_not_share_one_scale_of_all_tokens(monkeypatch):
-    """Places without a token would count for it."""
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
-
-    from moequant.integrations.vllm import all_to_all
-
-    def make(*arguments, **others):
-        return SimpleNamespace(activation_format=FusedMoEActivationFormat.BatchedExperts)
-
-    monkeypatch.setattr(all_to_all, "maybe_make_prepare_finalize", make)
-    shape = LayerShape(experts=2, hidden=128, intermediate=128, topk=1)
-    weights = random_experts(shape, "fp8_channel", torch.device("cpu"))
-    experts = FusedExperts(weights, activations="fp8_tensor")
-    parallel = SimpleNamespace(all2all_backend="deepep_low_latency")
-    moe = SimpleNamespace(moe_parallel_config=parallel)
-    with pytest.raises(UnsupportedError, match=r"layer: activations fp8_tensor .* deepep_low_lat"):
-        all_to_all.make_kernel("layer", moe, experts, None, "full")

@@ -4,9 +4,9 @@ vLLM's `FusedMoEKernel` holds three parts: prepare sends tokens to ranks, expert
 sends their results back. Prepare and finalize are vLLM's own; here are experts of its interface
 that run ours. Tokens arrive in one of two forms:
 
-standard   rows with ids and weights, of which our experts return the weighted sum of a row
-batches    up to C tokens for each expert here and their number; results are not weighted. They are
-           rows with one id each, or none behind an expert's number, for the same backend
+rows       with ids and weights, for each of which our experts return the weighted sum
+batches    of up to C tokens for each expert here, with their number; results are not weighted. We
+           run them as rows: a place that holds a token has its expert's id, others have -1
 
 Where experts quantize tokens in groups of 128 columns, as DeepEP can, it sends FP8; else what it
 gets.
@@ -29,61 +29,55 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 
-from moequant.errors import UnsupportedError
-from moequant.integrations.vllm.warm_up import warm_up_smaller
-from moequant.runtime.activations import FP8_TENSOR
+from moequant.runtime.activations import quantize_activations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moequant.runtime import FusedExperts
-    from moequant.runtime.warm_up import Mode
 
 _GROUP = 128
 _GROUP_SCHEME = f"fp8_group{_GROUP}"
 
 
-def make_kernel(
-    name: str, moe: Any, experts: FusedExperts, routing_tables: Any, warm_up: Mode
-) -> Any:
+def make_kernel(moe: Any, experts: FusedExperts, routing_tables: Any, *, batches: bool) -> Any:
     """The kernel of vLLM's for a layer whose tokens are sent to experts.
 
     Args:
-        name: of the layer.
         moe: vLLM's config of the layer.
         experts: of this rank, without a map of ids if tokens come in batches.
         routing_tables: of the layer, for dispatchers that need them.
-        warm_up: of smaller numbers of rows, see `warm_up_smaller`.
-
-    Raises:
-        UnsupportedError: activations that this way of sending tokens does not leave as they are.
+        batches: whether tokens come in batches.
     """
-    quantization = _quantization(experts)
+    quantization = FusedMoEQuantConfig.make()
+    if _sends_fp8(experts):
+        quantization = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[_GROUP, _GROUP])
     between = maybe_make_prepare_finalize(
         moe, quantization, routing_tables=routing_tables, allow_new_interface=True
     )
-    if between.activation_format != SentBatches.activation_format():
-        return FusedMoEKernel(between, SentRows(experts, moe, quantization, warm_up))
-    if experts.packed().workload.activations == FP8_TENSOR:
-        raise UnsupportedError(
-            f"{name}: activations {FP8_TENSOR} have one scale for all tokens, but "
-            f"--all2all-backend {moe.moe_parallel_config.all2all_backend} sends batches, some "
-            "places of which hold none; choose other activations or another all-to-all"
-        )
-    sizes = {
-        "max_num_tokens": between.max_num_tokens_per_rank(),
-        "num_dispatchers": between.num_dispatchers(),
-    }
-    return FusedMoEKernel(between, SentBatches(experts, moe, quantization, **sizes))
+    kind = SentBatches if batches else SentRows
+    assert between.activation_format == kind.activation_format()
+    sizes = {}
+    if batches:
+        sizes = {
+            "max_num_tokens": between.max_num_tokens_per_rank(),
+            "num_dispatchers": between.num_dispatchers(),
+        }
+    return FusedMoEKernel(between, kind(experts, moe, quantization, **sizes))
 
 
-def _quantization(experts: FusedExperts) -> Any:
-    """How experts take tokens, in vLLM's words: in FP8 by groups, or as they are."""
+def as_sent(experts: FusedExperts, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Tokens [M, H] as experts get them, and their scales [M, H / 128] if they come in FP8."""
+    if not _sends_fp8(experts):
+        return x, None
+    sent = quantize_activations(x, _GROUP_SCHEME)
+    return sent.qdata, sent.scale
+
+
+def _sends_fp8(experts: FusedExperts) -> bool:
     packed = experts.packed()
     w = packed.workload
-    if w.activations == _GROUP_SCHEME and packed.takes_quantized and w.hidden % _GROUP == 0:
-        return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[_GROUP, _GROUP])
-    return FusedMoEQuantConfig.make()
+    return w.activations == _GROUP_SCHEME and packed.takes_quantized and w.hidden % _GROUP == 0
 
 
 class _SentTokens(FusedMoEExpertsModular):  # type: ignore[misc]
@@ -133,10 +127,6 @@ class _SentTokens(FusedMoEExpertsModular):  # type: ignore[misc]
 class SentRows(_SentTokens):
     """Tokens of other ranks as rows, with the ids and weights of their experts."""
 
-    def __init__(self, experts: FusedExperts, moe: Any, quantization: Any, warm_up: Mode) -> None:
-        super().__init__(experts, moe, quantization)
-        self._warm_up, self._called = warm_up, False
-
     @staticmethod
     def activation_format() -> Any:
         """Rows."""
@@ -147,35 +137,24 @@ class SentRows(_SentTokens):
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Nothing is left of a rank's share."""
+        """Results are weighted and summed already."""
         return TopKWeightAndReduceNoOP()
 
     def apply(
         self,
+        *,
         output: Tensor,
         hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        activation: object,
-        global_num_experts: int,
-        expert_map: Tensor | None,
         a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
+        **_: object,
     ) -> None:
         """Write the weighted sums, [M, H]; weights that are in the input already count as 1."""
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
-        call = (hidden_states, topk_weights, topk_ids)
-        self._experts(*call, hidden_scale=a1q_scale, out=output)
-        if not self._called:
-            self._called = True
-            warm_up_smaller(self._experts, self._warm_up, *call, hidden_scale=a1q_scale)
+        self._experts(hidden_states, topk_weights, topk_ids, hidden_scale=a1q_scale, out=output)
 
 
 class SentBatches(_SentTokens):
@@ -198,26 +177,17 @@ class SentBatches(_SentTokens):
 
     def apply(
         self,
+        *,
         output: Tensor,
         hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: object,
-        global_num_experts: int,
-        expert_map: Tensor | None,
         a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
         expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        **_: object,
     ) -> None:
         """Write every expert's results for its tokens, [E, C, H], and 0 for places without one."""
         E, C, H = hidden_states.shape
         device = hidden_states.device
-        counts = expert_tokens_meta.expert_num_tokens[:E]
+        counts = expert_tokens_meta.expert_num_tokens
         taken = torch.arange(C, device=device) < counts[:, None]
         ids = torch.where(taken, torch.arange(E, device=device)[:, None], -1)
         scale = None if a1q_scale is None else a1q_scale.reshape(E * C, -1)

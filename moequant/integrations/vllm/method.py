@@ -4,9 +4,9 @@ Decisions, each with the failure it prevents:
 
 * No operator of its own for torch.compile. vLLM calls a method within its operators
   `vllm::moe_forward` and `vllm::moe_forward_shared`, which graphs keep whole.
-* No kernel of vLLM's (`moe_kernel` stays None), but where an all-to-all sends tokens to the ranks
-  of their experts. vLLM then routes, adds shared experts and reduces over ranks itself, as for its
-  own methods without one.
+* No kernel of vLLM's (`moe_kernel` stays None), except where an all-to-all sends tokens to the
+  ranks of their experts. vLLM then routes, adds shared experts and reduces over ranks itself, as
+  for its own methods without one.
 * The packed experts are the method's, not a module of the layer. Otherwise vLLM's walks over
   modules, which expect parameters that can be loaded again, would find them.
 * A backend is chosen before anything is loaded. Otherwise a layer that nothing runs would be
@@ -29,6 +29,7 @@ from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
 from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
 from moequant.integrations.vllm.refusals import (
+    check_batches,
     check_biases,
     check_blocks,
     check_hidden,
@@ -209,9 +210,13 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         assert self.experts is not None, f"{self.name}: not loaded"
         if self.moe_kernel is not None:
+            self._warm_up_sent(x, topk_weights, topk_ids)
+            # Of weights it reads the number of experts here.
+            weights = torch.empty(self.experts.packed().workload.experts, 0, 0)
             sent: Tensor = self.moe_kernel.apply(
                 x,
-                *self._no_weights,
+                weights,
+                weights,
                 topk_weights,
                 topk_ids,
                 activation=layer.activation,
@@ -237,12 +242,20 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         parallel = self.moe.moe_parallel_config
         return sends_tokens(parallel) and parallel.use_batched_activation_format
 
-    @property
-    def _no_weights(self) -> tuple[Tensor, Tensor]:
-        """For vLLM's kernel, which reads the number of experts here from the shapes of weights."""
+    def _warm_up_sent(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+        """Compile kernels for tokens that come as rows, in any number, before the first are sent.
+
+        Between dispatch and combine other ranks would wait, which DeepEP does for 100 s at most.
+        """
+        if self._called or self._in_batches:
+            return
+        from moequant.integrations.vllm.all_to_all import as_sent
+
         assert self.experts is not None
-        none = torch.empty(self.experts.packed().workload.experts, 0, 0)
-        return none, none
+        self._called = True
+        hidden, scale = as_sent(self.experts, x)
+        call = (hidden, topk_weights, topk_ids)
+        warm_up_smaller(self.experts, self.options.warm_up, *call, hidden_scale=scale)
 
     def _kernel(self, layer: Any) -> Any:
         """The kernel of vLLM's that holds our experts."""
@@ -251,7 +264,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
         assert self.experts is not None
         tables = layer._expert_routing_tables()
-        return make_kernel(self.name, self.moe, self.experts, tables, self.options.warm_up)
+        return make_kernel(self.moe, self.experts, tables, batches=self._in_batches)
 
     def _weights(self, layer: Any) -> ExpertWeights | PackedExperts:
         """What was loaded, or what was prepared."""
@@ -270,13 +283,17 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _check_backend(self, sizes: RankSizes, device: torch.device) -> None:
         """Check that a backend runs the experts, before they are loaded."""
         asked = self.options.activations
+        activations = scheme_of(
+            self.scheme.format,
+            self.scheme.choose(asked),
+            static=self.scheme.uses_input_scales(asked),
+        )
+        if self._in_batches:
+            backend = self.moe.moe_parallel_config.all2all_backend
+            check_batches(self.name, activations, backend)
         workload = Workload(
             format=self.scheme.format,
-            activations=scheme_of(
-                self.scheme.format,
-                self.scheme.choose(asked),
-                static=self.scheme.uses_input_scales(asked),
-            ),
+            activations=activations,
             experts=sizes.experts,
             hidden=sizes.hidden,
             intermediate=sizes.intermediate,

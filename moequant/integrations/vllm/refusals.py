@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.formats.base import WHOLE
 from moequant.integrations.vllm.name import NAME
+from moequant.runtime.activations import FP8_TENSOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +49,13 @@ def _of_parallelism(layer: Any) -> Iterator[str]:
     if parallel.dp_size > 1 and not gathers and not sends_tokens(parallel):
         yield (
             f"data parallel {parallel.dp_size} with --all2all-backend {parallel.all2all_backend}: "
-            f"leave it out, or name {_GATHERING}, or {' or '.join(_SENDING)} with "
+            f"leave --all2all-backend out, or name {_GATHERING}, or {' or '.join(_SENDING)} with "
             f"--enable-expert-parallel, {_WITHOUT}"
+        )
+    if sends_tokens(parallel) and layer.moe_config.in_dtype != torch.bfloat16:
+        yield (
+            f"{parallel.all2all_backend} with tokens in {layer.moe_config.in_dtype}, as DeepEP "
+            f"returns bfloat16: start with --dtype bfloat16, {_WITHOUT}"
         )
     if parallel.pcp_size > 1:
         yield f"prefill context parallel {parallel.pcp_size}: leave it out, {_WITHOUT}"
@@ -75,6 +83,9 @@ def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
         yield f"quantization while loading: leave out --quantization-config, {_WITHOUT}"
     if model is not None and model.enable_sleep_mode:
         yield f"sleep mode, which does not see packed experts: leave it out, {_WITHOUT}"
+    sends = sends_tokens(moe.moe_parallel_config)
+    if sends and vllm_config.parallel_config.use_ubatching:
+        yield f"dual batch overlap: leave out --enable-dbo and --ubatch-size, {_WITHOUT}"
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
 
@@ -88,8 +99,23 @@ def check_hidden(name: str, hidden: int, needed: int, backend: str) -> None:
     if hidden != needed:
         raise UnsupportedError(
             f"{name}: --all2all-backend {backend} sends tokens of {needed} columns and not of "
-            f"{hidden}, and --quantization {NAME} does not pad them; leave it out, or name "
-            f"{_GATHERING}, {_WITHOUT}"
+            f"{hidden}, and --quantization {NAME} does not pad them; leave --all2all-backend out, "
+            f"or name {_GATHERING}, {_WITHOUT}"
+        )
+
+
+def check_batches(name: str, activations: str, backend: str) -> None:
+    """Check that activations do not depend on places of batches that hold no token.
+
+    Raises:
+        UnsupportedError: they have one scale for all tokens.
+    """
+    if activations == FP8_TENSOR:
+        raise UnsupportedError(
+            f"{name}: activations {activations} have one scale for all tokens, but "
+            f"--all2all-backend {backend} sends batches, some places of which hold none; choose "
+            'others with --additional-config \'{"moequant": {"activations": NAME}}\', or another '
+            f"all-to-all: {_GATHERING}, {_SENDING[0]}"
         )
 
 

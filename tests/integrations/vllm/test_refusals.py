@@ -24,10 +24,14 @@ def settings(**changed):
     )  # fmt: skip
     layer = SimpleNamespace(
         moe_config=SimpleNamespace(
-            moe_parallel_config=parallel, is_lora_enabled=False, moe_backend="auto"
+            moe_parallel_config=parallel,
+            is_lora_enabled=False,
+            moe_backend="auto",
+            in_dtype=torch.bfloat16,
         ),
     )
     config = SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=False),
         model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
@@ -62,10 +66,10 @@ def test_what_is_served_is_not_refused(engine, ranks):
     check_served(NAME, *settings(**{f"{PARALLEL}dp_size": ranks}))
 
 
-def data_parallel(backend, *, experts):
+def data_parallel(backend, *, experts, **changed):
     """Two data-parallel ranks, with experts of their own or parts of all."""
     values = {"all2all_backend": backend, "dp_size": 2, "use_all2all_kernels": experts}
-    return settings(**{PARALLEL + name: value for name, value in values.items()})
+    return settings(**{PARALLEL + name: value for name, value in values.items()}, **changed)
 
 
 def test_tokens_may_be_sent_to_the_ranks_of_their_experts(engine):
@@ -85,6 +89,29 @@ def test_another_all_to_all_is_refused(engine, backend, experts):
     check_served(NAME, *one_rank)  # nothing is sent
     with pytest.raises(UnsupportedError, match=f"data parallel 2 with --all2all-backend {backend}"):
         check_served(NAME, *data_parallel(backend, experts=experts))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"layer__moe_config__in_dtype": torch.float16}, r"torch.float16.*--dtype bfloat16"),
+        ({"config__parallel_config__use_ubatching": True}, "overlap: leave out --enable-dbo"),
+    ],
+)
+def test_what_deepep_does_not_leave_as_it_is_is_refused(engine, changed, says):
+    from moequant.integrations.vllm.refusals import check_served
+
+    check_served(NAME, *settings(**changed))  # nothing is sent
+    with pytest.raises(UnsupportedError, match=says):
+        check_served(NAME, *data_parallel("deepep_low_latency", experts=True, **changed))
+
+
+def test_batches_do_not_share_one_scale_of_all_tokens(engine):
+    from moequant.integrations.vllm.refusals import check_batches
+
+    check_batches(NAME, "fp8_token", "deepep_low_latency")
+    with pytest.raises(UnsupportedError, match=r"activations fp8_tensor .* deepep_low_latency"):
+        check_batches(NAME, "fp8_tensor", "deepep_low_latency")
 
 
 def test_tokens_that_would_be_padded_are_refused(engine):

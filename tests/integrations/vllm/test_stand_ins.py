@@ -61,8 +61,9 @@ PLACES = {
 }
 FIELDS = {
     ("config/vllm.py", "VllmConfig"): (
-        "additional_config", "load_config", "model_config", "offload_config",
+        "additional_config", "load_config", "model_config", "offload_config", "parallel_config",
     ),
+    ("config/parallel.py", "ParallelConfig"): ("use_ubatching",),
     ("config/load.py", "LoadConfig"): ("load_format",),
     ("config/model.py", "ModelConfig"): ("quantization_config", "enable_sleep_mode"),
     ("config/offload.py", "OffloadConfig"): ("uva", "prefetch"),
@@ -70,6 +71,7 @@ FIELDS = {
     ("config/offload.py", "PrefetchOffloadConfig"): ("offload_group_size",),
     (f"{_MOE}/config.py", "FusedMoEConfig"): (
         "moe_parallel_config", "activation", "has_bias", "is_lora_enabled", "moe_backend",
+        "in_dtype",
     ),
     (f"{_MOE}/config.py", "FusedMoEParallelConfig"): (
         "tp_size", "dp_size", "pcp_size", "enable_eplb", "all2all_backend", "use_all2all_kernels",
