@@ -129,8 +129,8 @@ def _fewer_layers(report: Report, asked: Literal["all"] | int | None) -> Iterato
     """A warning where more layers were asked for than there are; of faulty ones, none is sure."""
     if report.ok and isinstance(asked, int) and asked > (run := len(report.layers)):
         yield (
-            f"--layers {asked}, but only {count(run, 'layer')} with converted experts: every one "
-            "was run; give --layers all for that"
+            f"--layers {asked}, but there are only {count(run, 'layer')} with converted experts: "
+            "every one was run; give --layers all for that"
         )
 
 

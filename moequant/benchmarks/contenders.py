@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from moequant.act_fn import SILU, SWIGLUOAI
 from moequant.benchmarks.humming import humming
-from moequant.errors import UnsupportedError
+from moequant.errors import ArgumentError, UnsupportedError, unknown_name
 from moequant.formats import dequantize, get_format
 from moequant.runtime import FusedExperts
 from moequant.runtime.backends import backends
@@ -43,11 +43,10 @@ def contender_names() -> list[str]:
 
 
 def check_known(names: Iterable[str]) -> None:
-    """Check names before anything is timed; raises UnsupportedError for an unknown one."""
+    """Check names before anything is timed; raises ArgumentError for an unknown one."""
     for name in names:
         if name not in contender_names():
-            known = ", ".join(contender_names())
-            raise UnsupportedError(f"unknown {name!r}; use one of: {known}")
+            raise ArgumentError(unknown_name("contender", name, contender_names()))
 
 
 def takes_absent_ids(name: str) -> bool:
@@ -69,7 +68,8 @@ def make_contender(
         activations: see `FusedExperts`. grouped_mm never quantizes them.
 
     Raises:
-        UnsupportedError: an unknown name, or it does not run these experts here, or a CUDA graph
+        ArgumentError: an unknown name.
+        UnsupportedError: it does not run these experts here, or a CUDA graph
             cannot capture it.
     """
     check_known([name])

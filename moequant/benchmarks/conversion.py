@@ -31,7 +31,7 @@ from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.random_checkpoint import write_bench_checkpoint
 from moequant.conversion import convert
 from moequant.cores import available_cores
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, MoequantError, UnsupportedError
 from moequant.formats import get_format
 from moequant.storage.checkpoint import Checkpoint
 
@@ -121,11 +121,11 @@ def _check_source(
     source_format: str | None, formats: Sequence[str], against: Sequence[str]
 ) -> None:
     if source_format is None and any(get_format(name).is_plain for name in formats):
-        raise UnsupportedError(
+        raise ArgumentError(
             "bf16 dequantizes, but the checkpoint is BF16; name its format with --source-format"
         )
     if source_format is not None and against:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"{', '.join(against)} is timed only on BF16; leave out --source-format"
         )
 

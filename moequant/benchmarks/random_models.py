@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.benchmarks.random_checkpoint import STD, write_tensors
-from moequant.errors import UnsupportedError, unknown_name
+from moequant.errors import ArgumentError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -139,11 +139,11 @@ class RandomModel:
         """The same with other numbers of layers and of tokens; by default its own vocabulary.
 
         Raises:
-            UnsupportedError: there are fewer than one layer or 64 tokens.
+            ArgumentError: there are fewer than one layer or 64 tokens.
         """
         vocabulary = self.config["vocab_size"] if vocabulary is None else vocabulary
         if layers < 1 or vocabulary < _MIN_VOCABULARY:
-            raise UnsupportedError(
+            raise ArgumentError(
                 f"{layers} layers and a vocabulary of {vocabulary}, but at least 1 and "
                 f"{_MIN_VOCABULARY} are needed"
             )
@@ -165,9 +165,9 @@ _MIN_VOCABULARY = 64
 
 
 def random_model(name: str) -> RandomModel:
-    """The model called `name` in MODELS; raises UnsupportedError for another name."""
+    """The model called `name` in MODELS; raises ArgumentError for another name."""
     if name not in MODELS:
-        raise UnsupportedError(unknown_name("model", name, MODELS))
+        raise ArgumentError(unknown_name("model", name, MODELS))
     return MODELS[name]
 
 

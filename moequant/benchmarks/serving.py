@@ -45,7 +45,7 @@ from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
 from moequant.benchmarks.step_floor import StepFloor
 from moequant.conversion import convert
-from moequant.errors import MoequantError, UnsupportedError, unknown_name
+from moequant.errors import ArgumentError, MoequantError, UnsupportedError, unknown_name
 from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
 from moequant.storage.checkpoint import Checkpoint
@@ -149,7 +149,9 @@ def bench_serving(
 
     Raises:
         CheckpointError: not a checkpoint.
-        UnsupportedError: an unknown engine or model, nothing to time, or no such device.
+        ArgumentError: an unknown engine or model, nothing to time, or settings that do not go
+            together.
+        UnsupportedError: no such device here.
         MoequantError: a model could not be written or converted.
     """
     _check(checkpoints, random_source, measure)
@@ -203,22 +205,22 @@ def _check(
     checkpoints: Sequence[Path], random_source: RandomSource | None, measure: ServingMeasure
 ) -> None:
     if not checkpoints and random_source is None:
-        raise UnsupportedError(
+        raise ArgumentError(
             "there is nothing to time; give a folder with a checkpoint, or --shape NAME for random "
             "weights"
         )
     for name in measure.engines:
         if name not in ENGINES:
-            raise UnsupportedError(unknown_name("engine", name, ENGINES))
+            raise ArgumentError(unknown_name("engine", name, ENGINES))
     if measure.device not in ("cuda", "cpu"):
-        raise UnsupportedError(f"device {measure.device!r}, but engines are timed on cuda or cpu")
+        raise ArgumentError(f"device {measure.device!r}, but engines are timed on cuda or cpu")
     if measure.prefill_tokens < PREFILL_PROMPTS or measure.prefill_tokens % PREFILL_PROMPTS:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"a prefill of {measure.prefill_tokens} tokens does not divide into {PREFILL_PROMPTS} "
             f"prompts; choose a multiple of {PREFILL_PROMPTS}"
         )
     if measure.profile and measure.device != "cuda":
-        raise UnsupportedError(
+        raise ArgumentError(
             f"a profile is of a GPU, but engines are to be timed on {measure.device}; leave out "
             "--profile, or choose --device cuda"
         )
@@ -309,12 +311,12 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
 
 
 def _reason(error: str, log: str) -> str:
-    """An engine's error, with what a worker raised: vLLM itself says only that one failed."""
+    """An engine's error, with what a process of vLLM's raised: vLLM says only that one failed."""
     raised = _raised_by_a_worker(log)
     message = (raised or "").partition(": ")[2]
     if raised is None or (message and message in error):
         return error
-    return f"{error}; a worker raised {raised}"
+    return f"{error}; a process raised {raised}"
 
 
 def _raised_by_a_worker(log: str) -> str | None:

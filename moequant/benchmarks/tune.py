@@ -19,7 +19,7 @@ from moequant.benchmarks.cuda_timing import time_interleaved
 from moequant.benchmarks.experts import RESTS_FROM, check_output, checked_tokens, inputs_of
 from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.kernels.calls import part_tokens
 from moequant.progress import SilentProgress
@@ -204,7 +204,7 @@ def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> No
     for M in tokens:
         for name, shape in shapes.items():
             if (part := part_tokens(M, shape.topk)) != M:
-                raise UnsupportedError(
+                raise ArgumentError(
                     f"{M} tokens of {name} run in parts of {part}; tune at most that many"
                 )
 
@@ -217,7 +217,7 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
             "shows which run, and why others do not"
         )
     if path is not None and len(tables) > 1:
-        raise UnsupportedError(
+        raise ArgumentError(
             f"{path} would be the table of {', '.join(tables)}, but each format has a table of its "
             "own; choose one with --format"
         )

@@ -56,7 +56,7 @@ def dtype_in(config: Mapping[str, Any]) -> str | None:
             continue
         # transformers, with which every engine reads config.json, looks the name up in torch.
         if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise _refusal(key, dtype, 'the name of a dtype, such as "bfloat16"')
+            raise _refusal(key, dtype, 'the name of a dtype of torch, such as "bfloat16"')
         return dtype
     return None
 

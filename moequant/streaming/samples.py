@@ -89,13 +89,14 @@ class Samples:
     def _parts(self, *, lines: bool) -> Iterator[str]:
         """The file's text in parts, which are lines if `lines`, without a byte order mark."""
         decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
-        try:
-            file = self._file.open("rb")
-        except OSError as error:
-            raise DataError(
-                f"{self._file}: cannot be read: {error.strerror}; give a file of UTF-8 text, or a "
-                "dataset FILE.jsonl"
-            ) from error
+        with explained(self._file, "read"):
+            try:
+                file = self._file.open("rb")
+            except (FileNotFoundError, IsADirectoryError) as error:
+                raise DataError(
+                    f"{self._file}: cannot be read: {error.strerror}; give a file of UTF-8 text, "
+                    "or a dataset FILE.jsonl"
+                ) from error
         with file:
             while True:
                 with explained(self._file, "read"):

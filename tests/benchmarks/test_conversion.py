@@ -9,7 +9,7 @@ from moequant.benchmarks import conversion
 from moequant.benchmarks.conversion import bench_conversion
 from moequant.benchmarks.random_checkpoint import EXPERT_BYTES, write_bench_checkpoint
 from moequant.conversion import convert
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, MoequantError, UnsupportedError
 from moequant.storage.checkpoint import Checkpoint
 
 
@@ -70,10 +70,10 @@ def test_a_quantized_source_is_converted_and_counted_in_weights(from_fp8):
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     settings = {"size_bytes": 1, "workers": 1, "rounds": 1, "folder": tmp_path}
-    with pytest.raises(UnsupportedError, match="bf16 dequantizes"):
+    with pytest.raises(ArgumentError, match="bf16 dequantizes"):
         bench_conversion(["bf16"], **settings)
     monkeypatch.setattr(conversion, "find_spec", lambda name: name)
-    with pytest.raises(UnsupportedError, match="llmcompressor is timed only on BF16"):
+    with pytest.raises(ArgumentError, match="llmcompressor is timed only on BF16"):
         bench_conversion(["nvfp4"], against=["llmcompressor"], source_format="mxfp4", **settings)
     assert not list(tmp_path.iterdir())
 

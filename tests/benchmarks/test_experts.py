@@ -161,12 +161,13 @@ def test_every_backend_is_known_and_what_cannot_be_timed_says_why():
     assert set(backends()) < set(contender_names())
     for name, reason in (
         ("vllm", "blocks of 128 x 128 and activations in fp8_group128, not with mxfp4 and none"),
-        ("cutlas", "unknown 'cutlas'"),
+        ("cutlas", "unknown contender 'cutlas'"),
         ("sm90_fp8_block", "runs only fp8_block"),
         ("torch_reference", "waits for the device, which no CUDA graph captures"),
         ("naive_batched", "waits for the device, which no CUDA graph captures"),
     ):
-        with pytest.raises(UnsupportedError, match=reason):
+        error = ArgumentError if name == "cutlas" else UnsupportedError
+        with pytest.raises(error, match=reason):
             make_contender(name, weights)
 
 
@@ -371,7 +372,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypat
     for measure, reason in (
         (
             Measure(format="fp8_block", tokens=[1], against=["vlm"]),
-            "unknown 'vlm'; use one of: ",
+            "unknown contender 'vlm'; use one of: ",
         ),
         (Measure(tokens=[1], format="w4a8"), "96"),
         (
@@ -387,7 +388,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypat
             "'torch_reference' does not say which launches",
         ),
     ):
-        with pytest.raises(UnsupportedError, match=reason):
+        error = ArgumentError if measure.against else UnsupportedError
+        with pytest.raises(error, match=reason):
             next(bench_experts(shapes, measure))
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moequant.benchmarks.random_models import MODELS, RandomModel, random_model
 from moequant.conversion import convert
-from moequant.errors import UnsupportedError
+from moequant.errors import ArgumentError
 
 SMALL = {
     "qwen3-30b": {
@@ -86,9 +86,9 @@ def test_some_layers_of_a_small_deepseek_hold_experts():
 
 
 def test_wrong_sizes_and_names_are_refused():
-    with pytest.raises(UnsupportedError, match="unknown model 'qwen4'; use one of: qwen3-30b"):
+    with pytest.raises(ArgumentError, match="unknown model 'qwen4'; use one of: qwen3-30b"):
         random_model("qwen4")
-    with pytest.raises(UnsupportedError, match="0 layers"):
+    with pytest.raises(ArgumentError, match="0 layers"):
         random_model("qwen3-30b").resized(0)
-    with pytest.raises(UnsupportedError, match="vocabulary of 3"):
+    with pytest.raises(ArgumentError, match="vocabulary of 3"):
         random_model("qwen3-30b").resized(1, 3)

@@ -22,7 +22,7 @@ from moequant.benchmarks.serving import (
 )
 from moequant.benchmarks.serving_plot import plot_serving
 from moequant.conversion import convert
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, CheckpointError, MoequantError
 
 SMALL = {
     "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 64,
@@ -185,7 +185,7 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
     ("kind", "reason"),
     [
         ("broken", "RuntimeError: Engine core initialization failed."),
-        ("worker", "RuntimeError: A worker failed.; a worker raised x.OutOfMemoryError: no room"),
+        ("worker", "RuntimeError: A worker failed.; a process raised x.OutOfMemoryError: no room"),
         ("killed", "vllm+moequant ended with exit code 9: Fatal: out of shared memory"),
         ("silent", "the plug-in was not used"),
         ("hanging", "vllm+moequant did not end within 8 s; allow more by --timeout"),
@@ -218,12 +218,12 @@ _TRACEBACK = f"{_AT}WorkerProc failed.\n{_AT}Traceback (most recent call last):\
         (
             f"{_TRACEBACK}{_AT}AssertionError\n{_AT}\n{_AT}During handling\n{_AT}OSError: y",
             "it ended",
-            "it ended; a worker raised AssertionError",
+            "it ended; a process raised AssertionError",
         ),
         (
             f"{_TRACEBACK}{_AT}RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
             "it ended",
-            "it ended; a worker raised RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
+            "it ended; a process raised RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
         ),
         (f"{_TRACEBACK}{_AT}a.b.Gone: no memory", "Worker: 'no memory'", "Worker: 'no memory'"),
     ],
@@ -318,17 +318,17 @@ def test_a_device_that_cannot_be_measured_ends_it(models):
     ],
 )
 def test_wrong_choices_are_refused_before_anything_runs(models, options, message):
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         bench_serving([models[1]], None, ServingMeasure(**options))
 
 
 def test_nothing_to_time_and_no_checkpoint_are_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="nothing to time"):
+    with pytest.raises(ArgumentError, match="nothing to time"):
         bench_serving([], None, ServingMeasure())
     with pytest.raises(CheckpointError):
         bench_serving([tmp_path], None, ServingMeasure())
     source = RandomSource(shape="qwen9", layers=1, vocabulary=None, formats=("mxfp4",))
-    with pytest.raises(UnsupportedError, match="unknown model 'qwen9'"):
+    with pytest.raises(ArgumentError, match="unknown model 'qwen9'"):
         bench_serving([], source, ServingMeasure())
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from moequant.benchmarks import tune as module
 from moequant.benchmarks.shapes import LayerShape
 from moequant.benchmarks.tune import tune
-from moequant.errors import MoequantError, NumericsError, UnsupportedError
+from moequant.errors import ArgumentError, MoequantError, NumericsError, UnsupportedError
 from moequant.kernels.sm90 import tiling as tables
 from moequant.kernels.sm90.tiling import Tiling, TuningProblem
 from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockWeights
@@ -221,7 +221,7 @@ def test_what_was_found_before_an_error_is_in_the_table(fake, monkeypatch):
 
 
 def test_more_tokens_than_run_at_once_are_refused_before_any_are_timed(fake):
-    with pytest.raises(UnsupportedError, match="40000 tokens of small run in parts of 32768"):
+    with pytest.raises(ArgumentError, match="40000 tokens of small run in parts of 32768"):
         tune_fp8({"other": replace(OTHER, topk=1), "small": SMALL}, [1, 40000])
     assert fake.asked == []
 
@@ -267,6 +267,6 @@ def test_a_format_that_is_named_is_tuned_or_refused(fake):
 
 
 def test_one_file_is_the_table_of_one_format(fake, tmp_path):
-    with pytest.raises(UnsupportedError, match=r"table of fp8_block, w4a8, but .* --format"):
+    with pytest.raises(ArgumentError, match=r"table of fp8_block, w4a8, but .* --format"):
         tune({"small": SMALL}, [1], path=tmp_path / "t.json")
     assert fake.asked == []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import struct
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moequant.calibration.data import read_data
-from moequant.errors import DataError, UnsupportedError
+from moequant.errors import DataError, MoequantError, UnsupportedError
 from moequant.streaming import samples
 
 WORDS = ["<s>", "<unk>", *"abcdefgh", "user", "assistant", ":"]
@@ -215,6 +218,20 @@ def test_bytes_that_are_no_text_are_refused(read, monkeypatch, name, content, by
     monkeypatch.setattr(samples, "PIECE_CHARACTERS", 2)
     with pytest.raises(DataError, match=f"byte {byte} is not UTF-8"):
         read(content, name=name)
+
+
+def test_a_file_that_may_not_be_read_has_the_usual_advice(read, monkeypatch):
+    before = Path.open
+
+    def refused(path, mode="r", *arguments, **others):
+        if (path.name, mode) == ("data.jsonl", "rb"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return before(path, mode, *arguments, **others)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(MoequantError, match=r"cannot be read: Permission denied; ") as raised:
+        read(b"a")
+    assert not isinstance(raised.value, DataError)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, folder):

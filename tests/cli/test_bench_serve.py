@@ -190,7 +190,7 @@ def test_a_folder_in_which_none_can_be_made_is_refused_by_the_option(run):
 
 
 def test_nothing_to_time_and_no_folder_are_errors(run, tmp_path):
-    assert run("bench", "serve", "--device", "cpu").exit_code == 4
+    assert run("bench", "serve", "--device", "cpu").exit_code == 2
     if not torch.cuda.is_available():
         absent = run("bench", "serve", "--shape", "qwen3-30b", "--layers", 1)
         assert absent.exit_code == 4

@@ -338,16 +338,16 @@ def test_an_error_about_config_names_its_folder(run, plain, damaged, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("torch_dtype", 77, r'77, but must be the name of a dtype, such as "bfloat16"; take the'),
+        ("torch_dtype", 77, r"77, but must be the name of a dtype of torch, such as"),
         (
             "dtype",
             "auto",
-            r"'auto', but must be the name of a dtype, such as \"bfloat16\"; take the",
+            r"'auto', but must be the name of a dtype of torch, such as \"bfloat16\"; take the",
         ),
         (
             "dtype",
             "bf16",
-            r"'bf16', but must be the name of a dtype, such as \"bfloat16\"; take the",
+            r"'bf16', but must be the name of a dtype of torch, such as \"bfloat16\"; take the",
         ),
         ("rope_parameters", 5, r"5, but must be an object, such as .*, or null; take the"),
         ("rope_scaling", "yarn", r"'yarn', but must be an object, such as .*, or null; take the"),
