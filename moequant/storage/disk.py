@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NO_SPACE = "free space there or choose another output, then run again"
 _NO_RIGHT = "choose an output you may write to"
+_NO_RIGHT_TO_READ = "get the right to read it, or give another"
 DISK_FAILED = "the disk or its connection failed; see the system's log before you run again"
 _ADVICE = {
     errno.ENOSPC: _NO_SPACE,
@@ -41,6 +42,8 @@ def explained(path: Path, participle: str) -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "fix the cause and run again")
+        if participle == "read" and advice is _NO_RIGHT:
+            advice = _NO_RIGHT_TO_READ
         # Errors raised by Python's library itself have no strerror.
         why = error.strerror or error
         raise MoequantError(f"{path}: cannot be {participle}: {why}; {advice}") from error

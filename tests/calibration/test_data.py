@@ -229,7 +229,9 @@ def test_a_file_that_may_not_be_read_has_the_usual_advice(read, monkeypatch):
         return before(path, mode, *arguments, **others)
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(MoequantError, match=r"cannot be read: Permission denied; ") as raised:
+    with pytest.raises(
+        MoequantError, match=r"cannot be read: Permission denied; get the right"
+    ) as raised:
         read(b"a")
     assert not isinstance(raised.value, DataError)
 
