@@ -181,6 +181,8 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.stored.free(layer)
         if sends_tokens(self.moe.moe_parallel_config):
             self.moe_kernel = self._kernel(layer)
+            # The kernel is given weights, of which it reads the number of experts here.
+            self._no_weights = torch.empty(self.experts.packed().workload.experts, 0, 0)
         self._say(self.experts)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
@@ -211,12 +213,10 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         assert self.experts is not None, f"{self.name}: not loaded"
         if self.moe_kernel is not None:
             self._warm_up_sent(x, topk_weights, topk_ids)
-            # Of weights it reads the number of experts here.
-            weights = torch.empty(self.experts.packed().workload.experts, 0, 0)
             sent: Tensor = self.moe_kernel.apply(
                 x,
-                weights,
-                weights,
+                self._no_weights,
+                self._no_weights,
                 topk_weights,
                 topk_ids,
                 activation=layer.activation,
