@@ -10,8 +10,8 @@ from dataclasses import dataclass
 _QUERY = "index,name,memory.total,compute_cap,uuid"
 _LARGE_LAYER_GB = 40
 """GPU memory of a test with a layer of a real model's size."""
-_MOST_JOBS = 3
-"""Processes of pytest in one task: each holds up to 6 GB on the GPU, and tasks share GPUs."""
+_SMALL_TEST_GB = 6
+"""GPU memory of a process of pytest with other tests, at most."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,18 @@ class Machine:
         return [one.index for one in self.gpus].index(gpu)
 
     def jobs(self, task, gpus):
-        """Processes for small tests of a task."""
-        return max(1, min(_MOST_JOBS, len(self.cores_of(gpus)) // task.beside))
+        """Processes for small tests of a task: as its share of GPUs and cores has room for."""
+        of_memory = int(self._memory_gb(gpus) // (_SMALL_TEST_GB * task.beside))
+        return max(1, min(of_memory, len(self.cores_of(gpus)) // task.beside))
 
     def large_jobs(self):
         """Processes for tests with layers of real models' sizes: 2 in 80 GB, 3 in 141 GB."""
-        return max(1, int(min(gpu.memory_gb for gpu in self.gpus)) // _LARGE_LAYER_GB)
+        return max(1, int(self._memory_gb(gpu.index for gpu in self.gpus)) // _LARGE_LAYER_GB)
+
+    def _memory_gb(self, gpus):
+        """Of the smallest of these GPUs."""
+        chosen = set(gpus)
+        return min(gpu.memory_gb for gpu in self.gpus if gpu.index in chosen)
 
 
 def parse_gpus(text, visible):

@@ -47,6 +47,14 @@ def test_large_layers_run_in_two_processes_on_80_gb_and_in_three_on_141():
     assert Machine((h200, h100), (0,)).large_jobs() == 2
 
 
+def test_small_tests_run_in_as_many_processes_as_memory_and_cores_have_room_for(tiny):
+    h100, h200, _ = parse_gpus(PRINTED, None)
+    alone, shared = tiny("a"), tiny("b", beside=3)
+    assert [Machine((h100,), range(16)).jobs(task, [0]) for task in (alone, shared)] == [14, 4]
+    assert [Machine((h200,), range(16)).jobs(task, [1]) for task in (alone, shared)] == [16, 5]
+    assert Machine((h100, h200), range(64)).jobs(shared, [0, 1]) == 4
+
+
 def test_each_gpu_has_its_share_of_cores(tiny):
     gpus = tuple(Gpu(index, "H100", 85.0, "9.0") for index in (1, 3))
     machine = Machine(gpus, (0, 1, 2, 3, 8, 9))
