@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 @click.option("--expert-parallel", is_flag=True, help="Divide experts among these GPUs.")
 @click.option(
     "--profile", is_flag=True,
-    help="Also say how long the GPU, of several the first, is busy in a step, of three calls "
-    "the least; --json has the kernels.",
+    help="Also say how long the GPU, of several the first, is busy in a step; --json has the "
+    "kernels.",
 )  # fmt: skip
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,

@@ -36,9 +36,9 @@ PROMPT_TOKENS = 64
 FIRST_TOKENS = 16
 """New tokens of the shorter of two calls, whose difference is decoding alone."""
 PREFILL_PROMPTS = 8
-_PROFILED_STEPS = 32
-_PROFILES = 3
-"""Of each call."""
+_PROFILED_STEPS = 16
+_PROFILES_OF_SEVERAL_GPUS = 3
+"""Of each call; of one GPU, one profile."""
 _CPU_READ_BYTES = 1 << 28
 _CPU_READS = 5
 _IDS = range(3, 30000)
@@ -95,14 +95,15 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
 def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> dict[str, Any]:
     """Profiles of a step of each batch and of the prefill, of calls no longer than those timed.
 
-    Of several calls, that in which the GPU is least busy: one of several GPUs is busy, too, while
-    it waits for the others in a collective operation.
+    One of several GPUs is busy, too, while it waits for the others in a collective operation; there
+    the call counts in which it is busy for the least time.
     """
     steps = min(request["steps"], _PROFILED_STEPS)
     prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
+    count = _PROFILES_OF_SEVERAL_GPUS if request["setup"]["tensor_parallel"] > 1 else 1
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
-        calls = [prompts.draw(batch, length) for _ in range(_PROFILES)]
+        calls = [prompts.draw(batch, length) for _ in range(count)]
         profiles = [engine.profile(call, new_tokens) for call in calls]
         return min(profiles, key=lambda profile: profile.busy_us)
 

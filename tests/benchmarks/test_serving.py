@@ -375,7 +375,10 @@ def test_drawing_prompts_is_not_timed():
     assert events == ["draw"] * 3 + [(n, 2, 3, 4) for n in (1, 2, 3)]
 
 
-def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monkeypatch):
+@pytest.mark.parametrize(("gpus", "times"), [(1, 1), (2, 3)])
+def test_profiles_are_made_of_each_batch_and_the_prefill_after_all_is_timed(
+    monkeypatch, gpus, times
+):
     calls = []
 
     class Engine:
@@ -393,8 +396,8 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
 
         def profile(self, prompts, new_tokens):
             profiled.append((len(calls), len(prompts), len(prompts[0]), new_tokens))
-            # Every second one is busy for longer, as if it waited for another GPU.
-            waits = len(profiled) % 2
+            # One of two GPUs waits for the other in every second call.
+            waits = (len(profiled) % 2) * (gpus - 1)
             return DeviceProfile(
                 busy_us=1e3 * new_tokens + 5e5 * waits,
                 kernel_us={"k": (5e2 + 3e2 * waits) * new_tokens},
@@ -403,18 +406,18 @@ def test_a_profile_is_made_of_each_batch_and_the_prefill_after_all_is_timed(monk
 
     profiled = []
     monkeypatch.setitem(one_serving.ENGINES, "fake", Engine)
-    monkeypatch.setattr(one_serving, "Setup", lambda: None)
+    monkeypatch.setattr(one_serving, "Setup", lambda tensor_parallel: None)
     request = {
-        "engine": "fake", "setup": {}, "batches": [1, 2], "steps": 40, "rounds": 2,
-        "prefill_tokens": 80, "vocabulary": 100, "profile": True,
+        "engine": "fake", "setup": {"tensor_parallel": gpus}, "batches": [1, 2], "steps": 40,
+        "rounds": 2, "prefill_tokens": 80, "vocabulary": 100, "profile": True,
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
     assert one_serving.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}
     *timed, first, second = calls
     assert (first, second) == ((1, 64, 16), (2, 64, 16))
-    want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 48))]
+    want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 32))]
     assert profiled == [
-        (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(3)
+        (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(times)
     ]
     assert one_serving.time_engine({**request, "steps": 8})["profile"]["2"] == step
     assert profiled[-1][1:] == (2, 64, 24)

@@ -45,9 +45,9 @@ MODELS = {
         shape="deepseek-v3",
         layers=4,
         vocabulary=32768,
-        formats=("fp8_block",),
-        room_gb=78,
-        estimate_s=120,
+        formats=("fp8_block", "mxfp4", "w4a8"),
+        room_gb=108,
+        estimate_s=150,
     ),
     "layers": Model(
         shape="qwen3-30b",

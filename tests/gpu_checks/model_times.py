@@ -63,7 +63,10 @@ _SERVED = [
         f"{_PLUG_IN} {_TRITON} --activations fp8_token",
     ),
     _serve("gpt-oss", "gpt-oss-20b", "mxfp4", f"{_BOTH} {_TRITON}"),
-    _serve("deepseek-v3", "deepseek-v3", "fp8_block", f"{_BOTH} {_MLA}"),
+    *(
+        _serve(f"deepseek-v3-{format}", "deepseek-v3", format, f"{_BOTH} {_MLA}")
+        for format in MODELS["deepseek-v3"].formats
+    ),
     # Not w4a8: vLLM's CUTLASS experts want multiples of 256 rows on each GPU, and 768 rows are cut.
     _serve("qwen3-30b-tensor-parallel", "qwen3-30b", "mxfp4", f"{_BOTH} {_TRITON} {_TWO}", gpus=2),
     _serve("qwen3-30b-experts", "qwen3-30b", "fp8_block", f"{_BOTH} {_TRITON} {_DIVIDED}", gpus=2),
