@@ -13,15 +13,16 @@ Decisions, each with the failure it prevents:
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import SlowPathWarning, UnsupportedError
 from moequant.formats import STATIC_SCHEMES
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import Workload
@@ -246,6 +247,8 @@ class LayerReader:
         bias = "w2_bias" in file.tensors
         workload = self._workload(layer, format, scheme, experts=len(experts), bias=bias)
         chosen = select(workload, backend)
+        if layout not in chosen.layouts:
+            self._warn_of_packing_again(layer, layout, workload, chosen)
         # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)
         tensors = self._room_for(file, len(experts), static=static)
@@ -262,6 +265,27 @@ class LayerReader:
             backend=chosen,
             tensors=tensors,
             portable_scales=portable_scales,
+        )
+
+    def _warn_of_packing_again(
+        self, layer: int, layout: Layout, workload: Workload, chosen: Backend
+    ) -> None:
+        """Warn where the activations that a layer was prepared for would not have it packed again.
+
+        They are not taken unasked: results would be others.
+        """
+        assert self._prepared is not None
+        wanted, found = self._prepared.entry(layer).activations, workload.activations
+        try:
+            select(replace(workload, activations=wanted), layout=layout)
+        except UnsupportedError:
+            return
+        warnings.warn(
+            f"{self._prepared.folder}: prepared for activations {wanted}, but loaded with {found}, "
+            f"so that weights are unpacked and packed again for {chosen.name}, which takes longer; "
+            f'load with activations="{wanted}", or prepare with --activations {found}',
+            SlowPathWarning,
+            stacklevel=2,
         )
 
     def _room_for(self, file: LayerFile, experts: int, *, static: bool) -> dict[str, Tensor]:

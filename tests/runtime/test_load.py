@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moequant.conversion import convert
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import CheckpointError, SlowPathWarning, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, quantize, stack
 from moequant.models import PROJECTIONS
 from moequant.preparation import prepare
@@ -223,6 +223,23 @@ def test_activations_without_static_scales_leave_those_of_the_file_out(static, a
     loaded = load_experts(folder, 1, activations=activations)
     assert not loaded.state_dict().keys() & {*SCALES}
     assert_alike(loaded, wanted)
+
+
+def test_a_layer_that_other_activations_would_not_pack_again_is_warned_of(converted, monkeypatch):
+    path = converted("mxfp4")
+    folder = prepare(path, target="sm90", activations="fp8_token").folder
+    wanted = load_experts(path, 1)
+    assert_alike(load_experts(folder, 1), wanted)  # a CPU has no kernel for the folder's layout
+    backend = backends_for("mxfp4", "sm90", "fp8_token")[0]
+    monkeypatch.setattr(
+        type(backend),
+        "supports",
+        lambda self, workload: None if workload.activations == "fp8_token" else "other activations",
+    )
+    monkeypatch.setattr(type(backend), "default_on", ("cpu",))
+    told = 'prepared for activations fp8_token, but loaded with none.*activations="fp8_token"'
+    with pytest.warns(SlowPathWarning, match=told):
+        assert_alike(load_experts(folder, 1), wanted)
 
 
 @pytest.mark.parametrize(("format", "target"), STATIC)
