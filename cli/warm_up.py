@@ -12,6 +12,7 @@ from moequant.cli.output import Output, count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.warm_up import Mode
 
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     epilog=options.examples(
         "moequant warm-up qwen3-nvfp4",
         "moequant warm-up qwen3-nvfp4 --max-tokens 1024 --mode relax",
+        "moequant warm-up qwen3-mxfp4 --activations fp8_token",
     ),
 )
 @click.argument("converted", type=options.DIRECTORY)
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     help="Device the experts will run on.",
 )
 @options.backend_option("Backend that will run; by default the best.")
+@options.activations_option
 @options.recorded_architecture_option
 @options.json_option
 @options.quiet_option
@@ -53,6 +56,7 @@ def command(
     mode: Mode,
     device: str,
     backend: str | None,
+    activations: ActivationsChoice,
     architecture: str | None,
     as_json: bool,
     quiet: bool,
@@ -71,6 +75,7 @@ def command(
             mode=mode,
             device=device,
             backend=backend,
+            activations=activations,
             architecture=architecture,
             progress=progress,
         )
@@ -81,6 +86,7 @@ def command(
         "layers": [
             {
                 "format": kind.format,
+                "activations": kind.activations,
                 "act_fn": kind.act_fn,
                 "backend": kind.backend,
                 "kernel_sets": kind.tokens,
@@ -98,6 +104,7 @@ def _show(out: Output, document: Mapping[str, Any]) -> None:
         tokens = ", ".join(map(str, kind["kernel_sets"]))
         done = f"{count(len(kind['kernel_sets']), 'kernel set')} compiled, run at {tokens} tokens"
         out.line(
-            f"{kind['format']} with {kind['act_fn']} by {kind['backend']}: "
+            f"{kind['format']} with activations {kind['activations']} and {kind['act_fn']} by "
+            f"{kind['backend']}: "
             f"{done if kind['kernel_sets'] else 'nothing to compile'}"
         )

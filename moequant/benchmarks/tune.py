@@ -166,7 +166,7 @@ def tune(
             if tuner is not None:
                 tables[name, each] = tuner.table(path)
     table_of = {each: table for (_, each), table in tables.items()}
-    _check_tables(table_of, path)
+    _check_tables(table_of, path, backend)
     report = progress or SilentProgress()
     report.start("tuning", len(tables) * len(tokens), unit="sizes")
     cells = []
@@ -209,12 +209,13 @@ def _check_tokens(shapes: Mapping[str, LayerShape], tokens: Iterable[int]) -> No
                 )
 
 
-def _check_tables(tables: Mapping[str, Path], path: Path | None) -> None:
+def _check_tables(tables: Mapping[str, Path], path: Path | None, backend: str | None) -> None:
     """Ask, before anything is timed, whether there is something to tune, and where to write it."""
     if not tables:
+        who = "no backend that runs here has" if backend is None else f"backend {backend!r} has no"
         raise UnsupportedError(
-            "no backend that runs here has tilings to choose from; `moequant formats --backends` "
-            "shows which run, and why others do not"
+            f"{who} tilings to choose from; those of the sm90 backends are tuned; `moequant "
+            "formats --backends` shows which run here, and why others do not"
         )
     if path is not None and len(tables) > 1:
         raise ArgumentError(

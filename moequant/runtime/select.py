@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from moequant.errors import UnsupportedError, unknown_name
-from moequant.runtime.activations import GROUPS
+from moequant.runtime.activations import GROUPS, ActivationsChoice
 from moequant.runtime.backends import REGISTRY, backends
 from moequant.units import NEVER_RUN
 
@@ -86,18 +86,29 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     )
     if named is not None:
         lines = [_refusal_of(named, workload, layout, asked)]
-        advised = _why_not(named, replace(workload, activations="none"), layout) is None
+        others = _other_activations(named, workload, layout)
     else:
         reasons = {b: _why_not_default(b, workload, layout) for b in backends().values()}
         lines = [f"no backend runs {asked}:"]
         lines += [f"  {b.marked_name}: {reason}" for b, reason in reasons.items()]
-        advised = True
-    if advised and workload.activations in GROUPS:
-        lines.append(
-            'activations="none" runs the same weights without quantized activations; where a '
-            "command has it, --activations none"
-        )
+        others = ["none"] if workload.activations in GROUPS else []
+    lines += [
+        f'activations="{scheme}" runs the same weights'
+        f"{' without quantized activations' if scheme == 'none' else ' by it'}; where a command "
+        f"has it, --activations {scheme}"
+        for scheme in others[:1]
+    ]
     return "\n".join(lines)
+
+
+def _other_activations(backend: Backend, workload: Workload, layout: Layout | None) -> list[str]:
+    """What callers can ask for instead so that `backend` runs the weights; first "none"."""
+    others = {*get_args(ActivationsChoice)} - {"format", workload.activations}
+    return [
+        scheme
+        for scheme in sorted(others, key=lambda scheme: (scheme != "none", scheme))
+        if _why_not(backend, replace(workload, activations=scheme), layout) is None
+    ]
 
 
 def _refusal_of(backend: Backend, workload: Workload, layout: Layout | None, asked: str) -> str:

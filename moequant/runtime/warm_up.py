@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moequant.progress import Progress
+    from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.experts import FusedExperts
     from moequant.weights.converted import ConvertedCheckpoint
 
@@ -132,9 +133,10 @@ def _call(experts: FusedExperts, tokens: int, topk: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """One kind of layer: its format and function, the backend that runs it, and the M run."""
+    """One kind of layer: format, scheme of activations, function, backend, and the M run."""
 
     format: str
+    activations: str
     act_fn: str
     backend: str
     tokens: list[int]
@@ -147,6 +149,7 @@ def warm_up_checkpoint(
     mode: Mode = "full",
     device: torch.device | str = "cuda",
     backend: str | None = None,
+    activations: ActivationsChoice = "format",
     architecture: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Warmed]:
@@ -159,6 +162,7 @@ def warm_up_checkpoint(
         mode: which M, see `tokens_of`; "skip" reads the checkpoint's config and loads no layer.
         device: where the experts will run.
         backend: name of a backend; by default the best there.
+        activations: as `load_experts` takes it.
         architecture: as `load_experts` takes it.
         progress: receives the progress, one step per set of kernels.
 
@@ -174,7 +178,14 @@ def warm_up_checkpoint(
     checkpoint = open_reader(converted, torch.device("cpu"), architecture).converted
     return [
         _warm_up_layer(
-            load_experts(converted, layer, device, backend=backend, architecture=architecture),
+            load_experts(
+                converted,
+                layer,
+                device,
+                backend=backend,
+                activations=activations,
+                architecture=architecture,
+            ),
             tokens,
             checkpoint.moe.top_k,
             progress,
@@ -203,6 +214,7 @@ def _warm_up_layer(
     workload = experts.packed().workload
     return Warmed(
         format=workload.format,
+        activations=workload.activations,
         act_fn=workload.act_fn.name,
         backend=experts.chosen_backend(),
         tokens=warm_up(experts, tokens, topk, progress=progress),

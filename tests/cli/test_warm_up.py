@@ -29,15 +29,21 @@ def test_the_reference_compiles_nothing_and_says_so(run, converted):
     assert result.document["layers"] == [
         {
             "format": "nvfp4",
+            "activations": "none",
             "act_fn": "silu",
             "backend": "torch_reference",
             "kernel_sets": [],
         }
     ]
     assert (
-        "nvfp4 with silu by torch_reference: nothing to compile"
+        "nvfp4 with activations none and silu by torch_reference: nothing to compile"
         in run("warm-up", converted, "--device", "cpu").stdout
     )
+
+
+def test_activations_are_those_that_the_experts_will_be_loaded_with(run, converted):
+    result = run("warm-up", converted, "--device", "cpu", "--activations", "fp8_token", "--json")
+    assert [kind["activations"] for kind in result.document["layers"]] == ["fp8_token"]
 
 
 def test_skip_compiles_nothing_and_loads_no_layer(run, converted):

@@ -57,6 +57,19 @@ def test_other_activations_are_advised_only_where_the_named_backend_runs_them(
     assert ("runs the same weights" in str(error.value)) == helps
 
 
+def test_the_activations_that_a_named_backend_takes_are_advised(monkeypatch):
+    def supports(self, workload):
+        return None if workload.activations == "fp8_token" else "takes only fp8_token"
+
+    monkeypatch.setattr(type(BACKENDS["sm90_mxfp4_fp8"]), "supports", supports)
+    with pytest.raises(UnsupportedError) as error:
+        select(replace(WORKLOAD, format="mxfp4"), "sm90_mxfp4_fp8")
+    assert str(error.value).splitlines()[1:] == [
+        'activations="fp8_token" runs the same weights by it; where a command has it, '
+        "--activations fp8_token"
+    ]
+
+
 def test_the_reference_runs_on_cuda_only_when_named():
     with pytest.raises(UnsupportedError, match=r"(?s)on cuda:0.*runs on cuda only when named"):
         select(ON_CUDA)
