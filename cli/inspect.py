@@ -61,6 +61,7 @@ def command(
 
 def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -> dict[str, Any]:
     from moequant.models import ROUTED_EXPERTS, find_architecture
+    from moequant.runtime.prepared_manifest import prepared_folders
     from moequant.weights.converted import described_architectures
     from moequant.weights.sizes import roles_of, size_by_role
     from moequant.weights.source_model import seen_as_source
@@ -87,6 +88,7 @@ def _describe(checkpoint: Checkpoint, file: str | None, *, with_tensors: bool) -
         "bytes": sum(info.size_bytes for info, _, _ in rows),
         "dialect": converted and converted.dialect.name,
         "formats": sorted({format for _, _, format in rows if format}),
+        "prepared": [str(folder) for folder in prepared_folders(checkpoint.path)],
         "groups": size_by_role(rows),
     }
     if with_tensors:
@@ -130,6 +132,8 @@ def _show(out: Output, checkpoint: Mapping[str, Any]) -> None:
         f"{count(len(checkpoint['files']), 'file')}",
         "quantization": quantization(checkpoint["dialect"], checkpoint["formats"]),
     }
+    if checkpoint["prepared"]:
+        fields["prepared"] = ", ".join(checkpoint["prepared"])
     out.fields(fields)
     out.line()
     out.table(

@@ -206,6 +206,12 @@ def test_a_layer_that_is_lost_or_damaged_is_prepared_again(run, prepared, tmp_pa
         assert run("inspect", folder, "--json").document["stale"].endswith(command)
 
 
+def test_a_converted_checkpoint_names_what_was_prepared_of_it(run, prepared):
+    converted = prepared.parents[1]
+    assert run("inspect", converted, "--json").document["prepared"] == [str(prepared)]
+    assert f"prepared      {prepared}" in run("inspect", converted).stdout
+
+
 COMMANDS = {
     "inspect": [],
     "generate": ["--prompt-ids", "1"],
