@@ -57,7 +57,7 @@ def run(tests, case, **layer):
     layer = tests.layer_on("cuda", case, shape, quantized=case == "fp8_block", **layer)
     reference = tests.experts(case, layer, backend="torch_reference")
     for tiling in tests.TILINGS[case]:
-        for M in (_FEW, 3 * tiling["rows"]):
+        for M in (_FEW, 3 * tiling.rows):
             call = call_of(shape, M)
             out = tests.run_plan(case, layer, call, tiling, byte=0x7F)
             found = calc_diff(out, reference(*call))

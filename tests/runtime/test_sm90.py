@@ -5,15 +5,26 @@ from __future__ import annotations
 import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff
-from moequant.errors import UnsupportedError
+from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, quantize
+from moequant.kernels.sm90.tiling import Tiling
+from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
+from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import Fp8ChannelTilings
+from moequant.kernels.sm90_w4a8.sm90_w4a8_fused import (
+    Mxfp4Fp8Tilings,
+    Mxfp4GroupScaledTilings,
+    W4a8Tilings,
+)
+from moequant.kernels.sm90_w4a16.sm90_w4a16_fused import Mxfp4Bf16Tilings, W4a16Tilings
 from moequant.runtime import ExpertWeights, FusedExperts, select
 from moequant.runtime.activations import quantize_activations
 from moequant.runtime.backends import REGISTRY, Workload
@@ -72,77 +83,31 @@ CALC_DIFF = {format: 1e-3 if format in QUANTIZED else 2e-5 for format in ACTIVAT
 # Of the largest value: five of the errors above, where output elements are normal.
 OUTLIER = {format: 0.06 if format in QUANTIZED else 0.02 for format in ACTIVATIONS}
 
-# What a test of every tiling runs; splits are those of the first and the second GEMM.
-TILINGS = {
-    "fp8_block": [
-        {"rows": 8},
-        {"rows": 8, "split13": 2, "split2": 2},
-        {"rows": 8, "split13": 4, "split2": 4},
-        {"rows": 16, "split13": 2, "split2": 2},
-        {"rows": 16, "split13": 4, "split2": 4},
-        {"rows": 32},
-        {"rows": 32, "split13": 2, "split2": 2},
-        {"rows": 32, "split13": 4, "split2": 4},
-        {"rows": 64},
-        {"rows": 64, "gather": True},
-        {"rows": 128},
-        {"rows": 128, "pair": True},
-        {"rows": 128, "gather": True},
-        {"rows": 128, "pair": True, "gather": True},
-    ],
-    "fp8_channel": [
-        {"rows": 8},
-        {"rows": 8, "split13": 2, "split2": 4},
-        {"rows": 16, "split13": 4, "split2": 2},
-        {"rows": 32, "split13": 2, "split2": 4},
-        {"rows": 48},
-        {"rows": 48, "gather": True},
-        {"rows": 64},
-        {"rows": 64, "gather": True},
-        {"rows": 96, "gather": True},
-        {"rows": 96, "pair": True},
-        {"rows": 128},
-        {"rows": 128, "pair": True},
-        {"rows": 128, "pair": True, "gather": True},
-        {"rows": 160},
-        {"rows": 192},
-        {"rows": 192, "pair": True},
-    ],
-    "fp8_tensor": [{"rows": 8}, {"rows": 128, "pair": True, "gather": True}, {"rows": 192}],
-    "w4a8": [
-        {"rows": 8},
-        {"rows": 8, "split13": 2, "split2": 4},
-        {"rows": 16, "split13": 4, "split2": 2},
-        {"rows": 32},
-        {"rows": 48},
-        {"rows": 48, "gather": True},
-        {"rows": 64},
-        {"rows": 64, "gather": True},
-        {"rows": 96},
-        {"rows": 96, "pair": True},
-        {"rows": 96, "gather": True},
-        {"rows": 128},
-        {"rows": 128, "pair": True},
-        {"rows": 128, "gather": True},
-        {"rows": 128, "pair": True, "gather": True},
-    ],
-    "nvfp4": [
-        {"rows": 8},
-        {"rows": 8, "split13": 2, "split2": 4},
-        {"rows": 16, "split13": 4, "split2": 2},
-        {"rows": 32},
-        {"rows": 48},
-        {"rows": 64},
-        {"rows": 96},
-        {"rows": 96, "pair": True},
-        {"rows": 128},
-        {"rows": 128, "pair": True},
-        {"rows": 160},
-    ],
+FAMILIES = {
+    "fp8_block": Fp8BlockTilings(),
+    "fp8_channel": Fp8ChannelTilings(),
+    "w4a8": W4a8Tilings(),
+    "mxfp4_fp8": Mxfp4Fp8Tilings(),
+    "mxfp4_far_fp8": Mxfp4GroupScaledTilings(),
+    "nvfp4": W4a16Tilings(),
+    "mxfp4": Mxfp4Bf16Tilings(),
 }
-TILINGS["mxfp4_fp8"] = [*TILINGS["w4a8"], {"rows": 160}, {"rows": 176}]
-TILINGS["mxfp4"] = TILINGS["nvfp4"]
-TILINGS["mxfp4_far_fp8"] = [choice for choice in TILINGS["w4a8"] if choice["rows"] <= 96]
+
+
+def tilings_with_every_kernel(family):
+    """Tilings of a family that, together, have each kernel that calls of either GEMM may have."""
+    for rows, split, pair, gather in product(family.rows, (1, 2, 4), *[(False, True)] * 2):
+        with suppress(MoequantError):
+            yield family.check(
+                Tiling(rows=rows, split13=split, split2=split, pair=pair, gather=gather)
+            )
+
+
+TILINGS = {case: list(tilings_with_every_kernel(family)) for case, family in FAMILIES.items()}
+# The kernels of fp8_channel, given other scales.
+TILINGS["fp8_tensor"] = [
+    Tiling(rows=8), Tiling(rows=128, pair=True, gather=True), Tiling(rows=192)
+]  # fmt: skip
 
 
 def workload(format):
@@ -177,11 +142,16 @@ def gpu(test):
 every_format = pytest.mark.parametrize("format", list(ACTIVATIONS))
 
 
+def id_of(choice):
+    marks = "-pair" * choice.pair + "-gather" * choice.gather
+    return f"{choice.rows}-{choice.split13}x{choice.split2}{marks}"
+
+
 def tilings_of(formats):
     return pytest.mark.parametrize(
         ("format", "choice"),
         [(format, choice) for format in formats for choice in TILINGS[format]],
-        ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
+        ids=lambda x: x if isinstance(x, str) else id_of(x),
     )
 
 
@@ -806,17 +776,14 @@ def test_with_one_scale_parts_are_those_of_the_reference(weights, inputs, format
 
 def run_plan(format, layer, call, choice, *, byte, hidden_scale=None, activations=None):
     """A call with a tiling, and a workspace and an output full of `byte` and NaN."""
-    from moequant.kernels.sm90.tiling import Tiling
-
     module = experts(format, layer, backend=name_of(format))
     packed = module.packed(activations).kernel_weights
     M, T = call[2].shape
-    tiling = Tiling(**choice)
-    size_bytes = packed.workspace_bytes(M, T, tiling)
+    size_bytes = packed.workspace_bytes(M, T, choice)
     workspace = torch.full((size_bytes,), byte, dtype=torch.uint8, device="cuda")
     dtype = call[0].dtype if hidden_scale is None else torch.bfloat16
     out = torch.full(call[0].shape, torch.nan, dtype=dtype, device="cuda")
-    plan = packed.plan(M, T, tiling=tiling, workspace=workspace)
+    plan = packed.plan(M, T, tiling=choice, workspace=workspace)
     plan(*call, out, None, hidden_scale)
     return out
 
@@ -842,7 +809,7 @@ def test_no_buffer_is_read_before_it_is_written(weights, inputs, format, shape, 
 def test_every_number_of_rows_behind_whole_tiles_counts(weights, inputs, format, choice, ragged):
     if ragged and format == "w4a8":
         pytest.skip("its sizes are multiples of 128")
-    shape, rows = (*(RAGGED if ragged else SMALL)[:3], 1), choice["rows"]
+    shape, rows = (*(RAGGED if ragged else SMALL)[:3], 1), choice.rows
     for counts in (
         [rows - 1, rows, rows + 1, rows + 7, rows + 8, rows + 9, rows + 15, rows + 16],
         [rows + 17, 0, 2 * rows, 2 * rows + 1, 2 * rows + 8, 2 * rows + 16, 2 * rows + 17, 1],
