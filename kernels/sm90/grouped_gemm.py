@@ -134,6 +134,7 @@ class GemmConfig(ABC):
             "ROUTED": int(self.routed),
             "ROUTED_PAIRS": ROUTED_PAIRS,
             "STAGES": self.stages,
+            "SHARED_BYTES": self.shared_bytes,
             "SPLIT": self.split,
             "PAIR": 1 + self.pair,
             "K": self.K,

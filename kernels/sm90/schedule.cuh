@@ -3,12 +3,12 @@
 // an element of x: a stage has 128 columns, so as many pieces of 128 bytes of a row, one piece of all rows behind the
 // other.
 //
-// Compile-time: ROWS (most rows of a tile), STAGES, SPLIT, PAIR, GATHER, ROUTED, EARLY, K, KBLOCKS (ceil(K / 128)),
-// UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up their sums, in their order.
-// PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows; each loads half of these
-// for both. GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the tokens of a tile's rows.
-// EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from the ids of at most
-// ROUTED_PAIRS pairs.
+// Compile-time: ROWS (most rows of a tile), STAGES, SHARED_BYTES (of a CTA), SPLIT, PAIR, GATHER, ROUTED, EARLY, K,
+// KBLOCKS (ceil(K / 128)), UNITS_N (units along n). SPLIT CTAs of a cluster share a unit along K; the first adds up
+// their sums, in their order. PAIR = 2: the CTAs of a cluster have two tiles of one expert and the same weight rows;
+// each loads half of these for both. GATHER = top-k: `x` and `x_scale` are of tokens, not of rows; two warps copy the
+// tokens of a tile's rows. EARLY: weights do not wait for the kernel in front. ROUTED: the tiles are made here, from
+// the ids of at most ROUTED_PAIRS pairs.
 
 constexpr int THREADS = 384;
 constexpr int MATH_THREADS = 256;
@@ -25,6 +25,7 @@ constexpr u32 OFF_PARTIAL = OFF_SCRATCH + SCRATCH_BYTES;
 constexpr u32 OFF_TILES = OFF_PARTIAL + (SPLIT - 1) * ROWS * MATH_THREADS * 4;  // and their number
 constexpr int SWAP_ROWS = ROWS < 64 ? ROWS : 64;  // most rows of a last tile that is not paired
 static_assert(SPLIT == 1 || ROWS <= 32, "split sums do not fit");
+static_assert(OFF_TILES + (ROUTED ? (ROUTED_PAIRS + 1) * 16 : 0) <= SHARED_BYTES, "shared memory of another size");
 
 struct Unit { int expert, row, rows, n; bool alone, shared; };
 
