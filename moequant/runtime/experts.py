@@ -21,7 +21,7 @@ from moequant.runtime.call import (
     workspace_bytes_of_parts,
 )
 from moequant.runtime.capture import capturing
-from moequant.runtime.inputs import check_expert_map, check_input_scales
+from moequant.runtime.inputs import check_expert_map, check_input_scales, check_out
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
@@ -61,8 +61,10 @@ class FusedExperts(nn.Module):
     Under torch.compile a call is one operator, moequant::fused_experts, that the graph keeps whole.
     It names the module by a number, so code compiled for one layer is compiled again for the
     next, up to torch's recompile_limit: compile the whole model, or set
-    torch._dynamo.config.allow_unspec_int_on_nn_module. torch.export is refused: what it saved would
-    hold the number, and not the experts.
+    torch._dynamo.config.allow_unspec_int_on_nn_module. The result is copied to `out`, which may
+    then be memory of another argument, and `workspace` is not used; with fullgraph=True torch
+    raises an error of its own for an `out` that is wrong, and quotes ours. torch.export is refused:
+    what it saved would hold the number, and not the experts.
 
     Args:
         weights: the experts here; or what `pack_experts` made of them.
@@ -198,6 +200,8 @@ class FusedExperts(nn.Module):
             hidden_scale,
         )
         if torch.compiler.is_compiling():
+            if out is not None:
+                check_out(out, hidden_states, hidden_scale)
             output: Tensor = experts_op.fused_experts(self._handle, *arguments)
             return output if out is None else out.copy_(output)
         return self.run(*arguments, out=out, workspace=workspace)

@@ -23,7 +23,7 @@ def make_kept(make: Callable[[], Made], device: torch.device) -> Made:
     and have no version counter.
     """
     if device.type != "cuda":
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(False):  # Dynamo refuses the argument by its name
             return make()
     stream = torch.cuda.current_stream(device)
 

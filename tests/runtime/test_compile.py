@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts
@@ -33,6 +33,54 @@ def test_a_whole_graph_gives_the_same_bits(layers, every_format):
     layer = layers.make(every_format)
     block = Block(FusedExperts(layer.weights))
     assert torch.equal(compiled(block)(*layer.call), block(*layer.call))
+
+
+def compiled_with_out(layer, *, fullgraph):
+    experts = FusedExperts(layer.weights)
+    torch._dynamo.reset()
+    return torch.compile(
+        lambda x, weights, ids, out: experts(x, weights, ids, out=out),
+        backend="aot_eager",
+        fullgraph=fullgraph,
+    )
+
+
+def test_the_result_is_written_to_out(layers):
+    layer = layers.make()
+    expected = FusedExperts(layer.weights)(*layer.call)
+    out = torch.full_like(expected, torch.nan)
+    assert compiled_with_out(layer, fullgraph=True)(*layer.call, out) is out
+    assert torch.equal(out, expected)
+
+
+def test_out_may_be_the_hidden_states(layers):
+    layer = layers.make()
+    expected = FusedExperts(layer.weights)(*layer.call)
+    hidden = layer.hidden.clone()
+    compiled_with_out(layer, fullgraph=True)(hidden, layer.topk_weights, layer.ids, hidden)
+    assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize(
+    ("out", "found"),
+    [
+        (torch.empty(13, 256, dtype=torch.float64), r"out is torch\.float64"),
+        (torch.empty(12, 256), r"out is \[12, 256\]"),
+        (torch.empty(3, 13, 256), r"out is \[3, 13, 256\]"),
+        (torch.empty(13, 512)[:, ::2], r"out is \[13, 256\] with strides \[512, 2\]"),
+    ],
+    ids=["dtype", "rows", "broadcast", "strides"],
+)
+@pytest.mark.parametrize(
+    ("fullgraph", "error"),
+    [(False, UnsupportedError), (True, Unsupported)],  # Dynamo wraps what leaves a whole graph
+)
+# Of the call without a graph, which raises the error.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_an_out_that_a_call_refuses_is_refused(layers, out, found, fullgraph, error):
+    layer = layers.make()
+    with pytest.raises(error, match=found):
+        compiled_with_out(layer, fullgraph=fullgraph)(*layer.call, out)
 
 
 def test_tokens_may_be_a_symbol(layers):
