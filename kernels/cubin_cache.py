@@ -1,43 +1,58 @@
 """Machine code of kernels, kept on disk under MOEQUANT_CACHE_DIR, by default ~/.cache/moequant.
 
-A file is a cubin and its SHA-256. One that a crash or a disk has damaged is replaced: the driver
-would refuse it at every start, and say only that the image is invalid.
+A file is a cubin and its SHA-256. One that a crash or a disk has damaged, or that this user may not
+read, is replaced: the driver would refuse the former at every start, and say only that the image is
+invalid.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from contextlib import suppress
+import secrets
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from moequant.errors import SlowPathWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
+_WARNED: set[Path] = set()
+"""Folders about which this process has warned."""
+
+
+def cache_dir() -> Path:
+    """The folder of MOEQUANT_CACHE_DIR; ~/.cache/moequant if that is not set, or empty."""
+    return Path(os.environ.get("MOEQUANT_CACHE_DIR") or Path.home() / ".cache" / "moequant")
+
 
 def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:
     """The cubin of `key` from the disk cache; if it is not there, what `compile` makes, kept.
+
+    Where it cannot be kept, a SlowPathWarning says so, once for a folder.
 
     Args:
         key: all that the cubin depends on, the compiler's version included.
         compile: makes it.
     """
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    default = Path.home() / ".cache" / "moequant"
-    path = Path(os.environ.get("MOEQUANT_CACHE_DIR", default)) / f"{name}.cubin"
+    path = cache_dir() / f"{name}.cubin"
     cubin = _read(path)
     if cubin is None:
         cubin = compile()
-        _store(path, cubin)
+        try:
+            _store(path, cubin)
+        except OSError as error:
+            _warn(path.parent, error)
     return cubin
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin of a file; None if there is none, or it is damaged."""
+    """The cubin of a file; None if there is none, or it is damaged or cannot be read."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -47,14 +62,26 @@ def _read(path: Path) -> bytes | None:
 
 
 def _store(path: Path, cubin: bytes) -> None:
-    # A cache: where it cannot be written, the next process compiles again.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
-            try:
-                partial.write(cubin + hashlib.sha256(cubin).digest())
-                partial.flush()
-                Path(partial.name).replace(path)
-            except OSError:
-                Path(partial.name).unlink()
-                raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not tempfile, which hides its files from other users, such as a server's. Random, because
+    # processes of several containers may share the folder and their numbers.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with partial.open("xb") as file:
+            file.write(cubin + hashlib.sha256(cubin).digest())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _warn(folder: Path, error: OSError) -> None:
+    if folder in _WARNED:
+        return
+    _WARNED.add(folder)
+    warnings.warn(
+        f"{folder}: compiled kernels cannot be kept there ({error.strerror}), so that every "
+        "process compiles them again; set MOEQUANT_CACHE_DIR to a folder that can be written",
+        SlowPathWarning,
+        stacklevel=1,
+    )

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.errors import MoequantError
+from moequant.kernels.cubin_cache import cache_dir
 from moequant.kernels.routing import likely_tile_rows
 
 if TYPE_CHECKING:
@@ -298,8 +299,7 @@ class _Table:
 
 
 def _user_folder() -> Path:
-    cache_dir = os.environ.get("MOEQUANT_CACHE_DIR", Path.home() / ".cache" / "moequant")
-    return Path(cache_dir) / "tunings"
+    return cache_dir() / "tunings"
 
 
 def forget_tables() -> None:

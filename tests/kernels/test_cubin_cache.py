@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-from moequant.kernels.cubin_cache import cached_cubin
+from moequant.errors import SlowPathWarning
+from moequant.kernels.cubin_cache import cache_dir, cached_cubin
 
 
 @pytest.fixture
@@ -43,12 +46,45 @@ def test_a_damaged_cubin_is_compiled_again_and_replaced(folder, damage):
     assert compiler.calls == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_compiling_again(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path / "file"))
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_cubin_may_be_read_by_whom_the_umask_lets(folder, umask, mode):
+    before = os.umask(umask)
+    try:
+        cached_cubin("a", Compiler())
+    finally:
+        os.umask(before)
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_cubin_that_cannot_be_read_is_compiled_again_and_replaced(folder, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied")
+
     compiler = Compiler()
-    assert [cached_cubin("a", compiler) for _ in range(2)] == [b"code"] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        assert [cached_cubin("a", compiler) for _ in range(2)] == [b"code"] * 2
+    assert cached_cubin("a", compiler) == b"code"
     assert compiler.calls == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_compiling_again(tmp_path, monkeypatch):
+    compiler = Compiler()
+    for name in ("file", "other file"):
+        (tmp_path / name).touch()
+        monkeypatch.setenv("MOEQUANT_CACHE_DIR", str(tmp_path / name))
+        why = rf"{name}: .* \(File exists\).* set MOEQUANT_CACHE_DIR to a folder"
+        with pytest.warns(SlowPathWarning, match=why) as warned:
+            assert [cached_cubin(key, compiler) for key in "aab"] == [b"code"] * 3
+        assert len(warned) == 1
+    assert compiler.calls == 6
+
+
+def test_an_empty_variable_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", "")
+    assert cache_dir() == tmp_path / ".cache" / "moequant"
 
 
 def test_a_failed_write_leaves_nothing(folder, monkeypatch):
@@ -56,5 +92,6 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert cached_cubin("a", Compiler()) == b"code"
+    with pytest.warns(SlowPathWarning, match="No space left on device"):
+        assert cached_cubin("a", Compiler()) == b"code"
     assert list(folder.iterdir()) == []
