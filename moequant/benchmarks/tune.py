@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.benchmarks.cuda_timing import time_interleaved
-from moequant.benchmarks.experts import RESTS_FROM, check_output, checked_tokens, inputs_of
+from moequant.benchmarks.experts import (
+    RESTS_FROM,
+    check_output,
+    checked_tokens,
+    inputs_of,
+    our_calc_diff,
+)
 from moequant.benchmarks.layers import random_experts
 from moequant.benchmarks.machine import cuda_device
 from moequant.errors import ArgumentError, MoequantError, UnsupportedError
@@ -93,6 +99,7 @@ class TunedLayer:
                 self._weights, backend="torch_reference", activations=self._activations
             )
             want = reference(*(t[pick] for t in inputs[0].arguments))
+            most = our_calc_diff(reference.packed().workload.activations)
             size_bytes = max(tuner.workspace_bytes(tokens, topk, tiling) for tiling in tilings)
             workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             out = torch.empty_like(inputs[0].hidden)
@@ -102,7 +109,7 @@ class TunedLayer:
                 workspace.fill_(0xFF)
                 out.fill_(float("nan"))
                 plan(*inputs[0].arguments, out)
-                check_output(f"{tiling} at {tokens} tokens", out, want, pick)
+                check_output(f"{tiling} at {tokens} tokens", out, want, pick, most=most)
                 calls[tiling] = [lambda p=plan, c=call: p(*c.arguments, out) for call in inputs]
             times = time_interleaved(calls, rests=tokens >= RESTS_FROM)
         return {tiling: time.median_us for tiling, time in times.items()}

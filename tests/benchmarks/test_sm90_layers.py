@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from moequant.benchmarks import stages, tune
 from moequant.benchmarks.cuda_timing import Time
+from moequant.benchmarks.experts import our_calc_diff
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
 from moequant.errors import NumericsError
@@ -189,13 +190,19 @@ def test_a_tiling_is_compared_with_the_reference_of_the_same_activations(monkeyp
     monkeypatch.setattr(RightBut, "experts", weights)
     monkeypatch.setattr(Sm90Weights, "plan", lambda w, M, T, **rest: RightBut(w, M, T, **rest))
     monkeypatch.setattr(tune, "time_interleaved", call_each)
-    monkeypatch.setattr(tune, "check_output", lambda who, got, want, pick: compared.append(want))
+
+    def check_output(who, got, want, pick, *, most):
+        compared.append((want, most))
+
+    monkeypatch.setattr(tune, "check_output", check_output)
     backend = "sm90_mxfp4_fp8" if activations == "fp8_token" else "sm90_w4a16"
     monkeypatch.setattr(Sm90W4a16, "supports", lambda self, workload: None)
     layer = tune.TunedLayer(SHAPE, "mxfp4", backend, CPU, activations=activations)
     layer.times_us(5, layer.tuner.tilings(5, 2)[:1])
     call = random_inputs(SHAPE, 5, CPU, 5).arguments
-    assert torch.equal(compared[0], FusedExperts(weights, activations=activations)(*call))
+    ((want, most),) = compared
+    assert torch.equal(want, FusedExperts(weights, activations=activations)(*call))
+    assert most == our_calc_diff("fp8_token" if activations == "fp8_token" else "none")
 
 
 def test_a_tiling_that_computes_something_else_is_named_and_not_timed(layer, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
-from moequant.benchmarks.experts import calc_diff
+from moequant.benchmarks.experts import calc_diff, our_calc_diff
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, quantize
 from moequant.kernels.sm90.tiling import Tiling
@@ -68,18 +68,7 @@ ODD = {
 }
 RAGGED = (8, 1088, 320, 2)  # half a block of columns is left in both GEMMs
 
-# Both sides quantize the hidden states to the same bits (tests/kernels). From there they differ by
-# sums: tensor cores add FP8 products with about 14 bits, and what lies between the GEMMs of w4a8 is
-# rounded to bfloat16, each a relative error d of about 1e-3 in front of the middle quantization. It
-# flips a code with probability d / ulp (E4M3: ulp about 2**-3.5), and each flip costs an ulp:
-# sqrt(2 * d * ulp) = 1.3 % of error, calc_diff = error**2 / 2 = 9e-5, and half of that without the
-# rounding; twice that where tensor cores sum over all columns, d = 2e-3. Few values flip where
-# tokens are few, so it scatters: 5e-6 to 2e-4 were measured, and five times as much is allowed.
-# Where activations are bfloat16, sums are float32, and three roundings to bfloat16 are left (hidden
-# states of other dtypes, what lies between the GEMMs, an expert's result), 2**-9 / sqrt(3) each:
-# 2e-3 of error, calc_diff 2e-6, and as much again where they differ on both sides: 5e-6 were
-# measured, and four times as much is allowed.
-CALC_DIFF = {format: 1e-3 if format in QUANTIZED else 2e-5 for format in ACTIVATIONS}
+CALC_DIFF = {case: our_calc_diff(scheme) for case, scheme in ACTIVATIONS.items()}
 # Of the largest value: five of the errors above, where output elements are normal.
 OUTLIER = {format: 0.06 if format in QUANTIZED else 0.02 for format in ACTIVATIONS}
 
