@@ -31,7 +31,7 @@ from moequant.benchmarks.one_conversion import TOOLS
 from moequant.benchmarks.random_checkpoint import write_bench_checkpoint
 from moequant.conversion import convert
 from moequant.cores import available_cores
-from moequant.errors import ArgumentError, MoequantError, UnsupportedError
+from moequant.errors import ArgumentError, MoequantError, UnsupportedError, unknown_name
 from moequant.formats import get_format
 from moequant.storage.checkpoint import Checkpoint
 
@@ -82,8 +82,9 @@ def bench_conversion(
         A JSON document.
 
     Raises:
-        UnsupportedError: an unknown tool, one that is not installed or does not convert quantized
-            sources; or BF16 to BF16.
+        ArgumentError: an unknown tool; another tool than moequant, and a quantized source; or BF16
+            to BF16.
+        UnsupportedError: a tool that is not installed.
         MoequantError: not enough space, or a conversion failed.
     """
     _check_tools(against)
@@ -110,7 +111,7 @@ def _check_tools(names: Sequence[str]) -> None:
     others = [name for name in TOOLS if name != _OURS]
     for name in names:
         if name not in others:
-            raise UnsupportedError(f"{name} is not known; there is: {', '.join(others)}")
+            raise ArgumentError(unknown_name("tool", name, others))
         if find_spec(name) is None:
             raise UnsupportedError(
                 f"{name} is not installed in moequant's environment: pip install {name}"

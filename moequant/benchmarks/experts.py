@@ -54,7 +54,13 @@ from moequant.benchmarks.cuda_timing import (
 from moequant.benchmarks.layers import ROUTINGS, Inputs, random_experts, random_inputs
 from moequant.benchmarks.machine import cuda_device, describe_machine
 from moequant.benchmarks.stages import check_has_stages, time_stages, timed_tiling
-from moequant.errors import MoequantError, NumericsError, UnsupportedError
+from moequant.errors import (
+    ArgumentError,
+    MoequantError,
+    NumericsError,
+    UnsupportedError,
+    unknown_name,
+)
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.activations import FP8_SCHEMES, MXFP8
@@ -142,15 +148,15 @@ def bench_experts(
         After every layer, the document so far; see the module.
 
     Raises:
-        UnsupportedError: no CUDA device; an unknown contender or routing; a format that does not
-            support these sizes; no backend, one that a CUDA graph cannot capture, or one without
-            stages.
+        ArgumentError: an unknown contender or routing.
+        UnsupportedError: no CUDA device; a format that does not support these sizes; no backend,
+            one that a CUDA graph cannot capture, or one without stages.
         NumericsError: our output is wrong.
     """
     check_known(measure.against)
     for routing in measure.routings:
         if routing not in ROUTINGS:
-            raise UnsupportedError(f"unknown routing {routing!r}; use {', '.join(ROUTINGS)}")
+            raise ArgumentError(unknown_name("routing", routing, ROUTINGS))
     scheme = scheme_of(measure.format, measure.activations, static=False)
     place = cuda_device(device)
     report = progress or SilentProgress()

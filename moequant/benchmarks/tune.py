@@ -149,9 +149,9 @@ def tune(
         nearly as fast as the fastest (else null).
 
     Raises:
-        UnsupportedError: no such device, no backend there that has tilings, more tokens than are
-            run at once, several tables for one `path`, or a file there that is no table of this
-            GPU.
+        ArgumentError: more tokens than are run at once, or several tables for one `path`.
+        UnsupportedError: no such device, no backend there that has tilings, or a file at `path`
+            that is no table of this GPU.
         NumericsError: a tiling computes something else than the experts.
         MoequantError: a table cannot be written, which is asked before anything is timed.
         OSError: a table could be written when that was asked, and can no longer be.

@@ -104,7 +104,7 @@ def test_the_checkpoint_has_the_size_asked_for_and_converts(tmp_path, monkeypatc
 
 
 def test_a_tool_that_is_not_there_is_named_before_anything_is_written(tmp_path, monkeypatch):
-    with pytest.raises(UnsupportedError, match="abacus is not known; there is: llmcompressor"):
+    with pytest.raises(ArgumentError, match="unknown tool 'abacus'; use one of: llmcompressor"):
         bench_conversion(["mxfp4"], size_bytes=1, workers=1, rounds=1, against=["abacus"])
     monkeypatch.setattr(conversion, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="pip install llmcompressor"):

@@ -378,26 +378,29 @@ def test_a_value_that_is_not_finite_is_a_wrong_result_wherever_it_is(value):
 def test_what_cannot_be_measured_is_refused_before_anything_is(on_cpu, monkeypatch):
     monkeypatch.setattr(experts, "measure_ceilings", None)
     shapes = {"small": SMALL, "odd": dataclasses.replace(SMALL, hidden=96)}
-    for measure, reason in (
+    for measure, error, reason in (
         (
             Measure(format="fp8_block", tokens=[1], against=["vlm"]),
+            ArgumentError,
             "unknown contender 'vlm'; use one of: ",
         ),
-        (Measure(tokens=[1], format="w4a8"), "96"),
+        (Measure(tokens=[1], format="w4a8"), UnsupportedError, "96"),
         (
             Measure(tokens=[1], format="mxfp4", routings=["hot"]),
-            "unknown routing 'hot'; use uniform, skewed, one-expert",
+            ArgumentError,
+            "unknown routing 'hot'; use one of: uniform, skewed, one-expert",
         ),
         (
             Measure(tokens=[1], format="mxfp4", activations="fp8"),
+            UnsupportedError,
             "activations is 'fp8', but must be",
         ),
         (
             Measure(format="fp8_block", tokens=[1], stages=True),
+            UnsupportedError,
             "'torch_reference' does not say which launches",
         ),
     ):
-        error = ArgumentError if measure.against else UnsupportedError
         with pytest.raises(error, match=reason):
             next(bench_experts(shapes, measure))
 
