@@ -12,7 +12,8 @@ bandwidth that the device is measured to have in the same run. The result is a J
       engines       for each: engine, and either `error`, the reason, with `log`, the end of what it
                     printed, or
         version, experts (what computes them), start_s
-        decode      for each batch: batch, ms_per_step, tokens_per_s, and share_of_floor, at most 1
+        decode      for each batch: batch, ms_per_step, tokens_per_s, and share_of_floor, of which
+                    1 is the limit, but for what stays in the L2 cache
         prefill     ms, tokens_per_s
         profile     if asked for: of a step by batch, and of "prefill": busy_ms, in which the GPU,
                     of several the first, does anything, and kernels, those with the most time:

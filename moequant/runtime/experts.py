@@ -51,8 +51,9 @@ class FusedExperts(nn.Module):
 
     Streams and threads: a call runs on the current stream of the device. Calls on several streams
     or from several threads do not disturb each other, since each pair of a thread and a stream has
-    a workspace of its own. The first call after weights were replaced must not run in two threads
-    at once on a GPU.
+    a workspace of its own. After a call that needed a larger one, the smaller one is freed once
+    every layer that used it has been called again. The first call after weights were replaced must
+    not run in two threads at once on a GPU.
 
     CUDA graphs: call once with the same sizes and dtypes before the capture, which compiles
     kernels; capture again after weights have changed or moved. Within a capture a call takes its
