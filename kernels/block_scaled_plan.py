@@ -25,27 +25,20 @@ from moequant.kernels.block_scaled_quantize import (
     place_scales,
     quantize_sorted,
 )
-from moequant.kernels.calls import on, part_tokens
+from moequant.kernels.calls import on
 from moequant.kernels.cutlass.act_rows import act_rows
 from moequant.kernels.cutlass.batch_places import place_batches
-from moequant.kernels.routing import Grouping, max_rows, sort_kernel, sort_routing
+from moequant.kernels.routing import Grouping, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from moequant.act_fn import ActFn
     from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.routing import SortedRouting
-
-
-def kernels_for(tokens: int, topk: int) -> Hashable:
-    """Equal for calls that run the same kernels: the GEMMs' are the same for any number of rows."""
-    tokens = part_tokens(tokens, topk)
-    pairs = tokens * topk
-    return sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
 
 
 class BlockScaledGemms(ABC):

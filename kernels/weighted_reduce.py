@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moequant.kernels.launch import Relaunch
 
 _BLOCKS = ((64, 256), (1 << 62, 1024))
+"""Up to so many tokens, a program adds up so many columns."""
 
 
 def weighted_reduce(
@@ -42,7 +43,7 @@ def weighted_reduce(
     tokens, H = out.shape
     if tokens == 0:
         return None
-    block = next(block for most, block in _BLOCKS if tokens <= most)
+    block = block_of(tokens)
     overlap = overlaps_launches(out.device)
     if bias is None or row_end is None:
         bias, row_end, E = rows, row_of_pair, 0  # of which nothing is read
@@ -66,6 +67,11 @@ def weighted_reduce(
         num_warps=4 if block > 256 else 2,
         overlap=overlap,
     )
+
+
+def block_of(tokens: int) -> int:
+    """Columns that a program adds up in a call of `tokens` tokens: a constant of the kernel."""
+    return next(block for most, block in _BLOCKS if tokens <= most)
 
 
 @triton.jit

@@ -14,8 +14,9 @@ from moequant.kernels.cutlass.batch_tiles import batch_tiles
 from moequant.kernels.cutlass.grouped_gemm import CutlassGroupedGemm
 from moequant.kernels.cutlass.variant import TILE_ROWS, GemmVariant
 from moequant.kernels.fp8_plan import Fp8Plan
+from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.launch import stream_of
-from moequant.kernels.routing import TILE_FIELDS, Grouping, likely_tile_rows, sort_kernel
+from moequant.kernels.routing import TILE_FIELDS, Grouping, likely_tile_rows
 from moequant.kernels.sm90.quantize_permute import FEW_PAIRS
 
 if TYPE_CHECKING:
@@ -28,11 +29,16 @@ if TYPE_CHECKING:
 
 
 def kernels_for(experts: int, tokens: int, topk: int) -> Hashable:
-    """Equal for calls that run the same kernels, see `PackedExperts.kernels_for`."""
+    """Equal for calls that run the same kernels, see `PackedExperts.kernels_for`.
+
+    Few tokens are quantized beside the sort, by a kernel that Triton compiles apart for multiples
+    of 16 tokens.
+    """
+    around = around_gemms(tokens, topk)
     tokens = part_tokens(tokens, topk)
     pairs = tokens * topk
-    tile_rows, sort = likely_tile_rows(pairs / experts, TILE_ROWS), sort_kernel(pairs)
-    return tile_rows, sort, pairs <= FEW_PAIRS[0], pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+    few = pairs <= FEW_PAIRS[0]
+    return likely_tile_rows(pairs / experts, TILE_ROWS), few, few and tokens % 16 == 0, around
 
 
 class CutlassPlan(Fp8Plan):

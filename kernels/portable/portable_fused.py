@@ -20,9 +20,10 @@ import torch
 
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import on, part_tokens
+from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import Grouping, likely_tile_rows, max_rows, sort_kernel, sort_routing
+from moequant.kernels.routing import Grouping, likely_tile_rows, max_rows, sort_routing
 from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
 
@@ -37,15 +38,10 @@ TILE_ROWS = (16, 32, 64)
 
 
 def kernels_for(experts: Experts, tokens: int, topk: int) -> Hashable:
-    """Equal for calls that run the same kernels.
-
-    Those of the sort and of the reduction are compiled for powers of two of the token-expert pairs,
-    for the upper half of what can be sorted, and separately for multiples of 16 pairs.
-    """
-    tokens = part_tokens(tokens, topk)
-    pairs = tokens * topk
+    """Equal for calls that run the same kernels, see `PackedExperts.kernels_for`."""
+    pairs = part_tokens(tokens, topk) * topk
     tile_rows = likely_tile_rows(pairs / max(experts.experts, 1), TILE_ROWS)
-    return tile_rows, sort_kernel(pairs), pairs % 16 == 0, pairs == 1, tokens <= 64, topk
+    return tile_rows, around_gemms(tokens, topk)
 
 
 class PortablePlan:

@@ -18,8 +18,9 @@ from moequant.errors import MoequantError, UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
 from moequant.kernels.calls import part_sizes, part_tokens, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
+from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.portable.portable_grouped_gemm import Rows
-from moequant.kernels.routing import Grouping, max_rows, sort_kernel
+from moequant.kernels.routing import Grouping, max_rows
 from moequant.kernels.sm90.buffers import Buffers
 from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm, compile_ahead
 from moequant.kernels.sm90.plan import Sm90Plan
@@ -301,22 +302,21 @@ class Sm90Weights(ABC):
     def kernels_for(self, tokens: int, topk: int) -> tuple[object, ...]:
         """Equal for calls that run the same kernels.
 
-        The sort is compiled for the next power of two of the pairs, and Triton compiles apart for
-        numbers that are 1 or multiples of 16: here tokens, pairs, and strides of scales.
+        Triton compiles apart for numbers that are 1 or multiples of 16: here tokens, and strides of
+        scales.
         """
+        around = around_gemms(tokens, topk)
         tokens = part_tokens(tokens, topk)
         pairs = tokens * topk
         tiling = self.tiling(tokens, topk)
         scales = self.scale_shape(pairs, self.hidden)
         return (
+            around,
             tiling,
-            topk,
             routed(tiling, pairs),
-            sort_kernel(pairs),
             pairs <= BESIDE_PAIRS,
             tokens == 1,
-            tokens <= 64,
-            tuple(number % 16 == 0 for number in (tokens, pairs, *scales[1:])),
+            tuple(number % 16 == 0 for number in (tokens, *scales[1:])),
             self._rows_quantized_at_once(tokens, pairs),
         )
 

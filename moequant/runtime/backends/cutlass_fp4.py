@@ -66,10 +66,10 @@ class CutlassFp4Experts(PlannedExperts):
     takes_quantized = False
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """See `PackedExperts.kernels_for`."""
-        from moequant.kernels.block_scaled_plan import kernels_for
+        """See `PackedExperts.kernels_for`; the GEMMs' kernel is the same for any number of rows."""
+        from moequant.kernels.kernel_sets import around_gemms
 
-        return kernels_for(tokens, topk)
+        return around_gemms(tokens, topk)
 
     def plan(self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype) -> Fp4Plan:
         """See `PlannedExperts.plan`."""

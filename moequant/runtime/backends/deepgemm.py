@@ -32,12 +32,13 @@ class DeepGemmExperts(PlannedExperts):
     """See `DeepGemm`."""
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
-        """The rows that DeepGEMM is given, by which it chooses among its kernels."""
+        """See `PackedExperts.kernels_for`; DeepGEMM chooses among its kernels by its rows."""
         from moequant.kernels.deepgemm.sm90_fp8_deepgemm import ALIGNMENT
+        from moequant.kernels.kernel_sets import around_gemms
         from moequant.kernels.routing import max_rows
 
         rows = max_rows(part_tokens(tokens, topk) * topk, self.workload.experts, ALIGNMENT)
-        return rows, tokens * topk % 16 == 0, tokens <= 64, topk
+        return rows, around_gemms(tokens, topk)
 
     def plan(
         self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype

@@ -70,9 +70,9 @@ class DeepGemmFp4Experts(PlannedExperts):
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """See `PackedExperts.kernels_for`; DeepGEMM's kernel is the same for any number of rows."""
-        from moequant.kernels.block_scaled_plan import kernels_for
+        from moequant.kernels.kernel_sets import around_gemms
 
-        return kernels_for(tokens, topk)
+        return around_gemms(tokens, topk)
 
     def plan(
         self, tokens: int, topk: int, arena: WorkspaceArena, dtype: torch.dtype
