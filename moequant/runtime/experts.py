@@ -359,7 +359,7 @@ class FusedExperts(nn.Module):
             check_input_scales(self.weights.input_scales(), self._workload.format)
         workload = self._workload_for(activations, tensors, device)
         packed = make_kept(lambda: backend.load(tensors, workload), device)
-        if capturing(device) and packed.kernels_for(1, 1) is not None:
+        if capturing(device) and packed.compiles:
             raise UnsupportedError(
                 f"backend {backend.name!r} compiles kernels in its first call, which a CUDA graph "
                 "cannot capture; call the experts once before the capture"

@@ -80,9 +80,17 @@ def warm_up(
         The M that were run, one for each set of kernels; none where the backend compiles nothing.
 
     Raises:
-        UnsupportedError: no backend runs the experts.
+        UnsupportedError: no backend runs the experts, or one that does not say which kernels a call
+            runs, such as one of batches.
     """
     report = progress or SilentProgress()
+    packed = experts.packed()
+    if packed.compiles and packed.kernels_for(1, topk) is None:
+        raise UnsupportedError(
+            f"backend {packed.backend.name!r} cannot be warmed up: it does not say which kernels a "
+            "call runs, as those of batches depend on how many tokens each expert gets, so they "
+            "compile in the first calls; name another backend, such as 'triton'"
+        )
     chosen = distinct_calls(experts, tokens, topk)
     report.start("compiling", len(chosen), unit="kernel sets")
     experts.compile_ahead(chosen, topk)
@@ -94,7 +102,9 @@ def warm_up(
 
 
 def distinct_calls(experts: FusedExperts, tokens: Iterable[int], topk: int) -> list[int]:
-    """The least M of `tokens` for each set of kernels; none where the backend compiles nothing.
+    """The least M of `tokens` for each set of kernels.
+
+    None where the backend compiles nothing, or does not say what: see `PackedExperts.kernels_for`.
 
     Args:
         experts: on the device they will run on.
@@ -171,8 +181,8 @@ def warm_up_checkpoint(
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one.
-        UnsupportedError: no layer was converted, no such device here, or no backend that runs the
-            experts there.
+        UnsupportedError: no layer was converted, no such device here, no backend that runs the
+            experts there, or one that cannot be warmed up, see `warm_up`.
     """
     tokens = tokens_of(mode, max_tokens)
     checkpoint = open_reader(converted, torch.device("cpu"), architecture).converted

@@ -6,12 +6,15 @@ meta device, which holds none, whatever reads one fails. A GPU captures.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from moequant.benchmarks.layers import random_experts, random_inputs
 from moequant.benchmarks.shapes import LayerShape
+from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, experts, pack_experts
 from moequant.runtime.backends import naive_batched, routed, torch_reference
 from moequant.runtime.backends.naive_batched import NaiveBatchedExperts
@@ -119,6 +122,19 @@ def test_a_token_may_name_an_expert_twice_outside_of_a_capture(layers):
     layer.ids[:] = 2
     want = FusedExperts(layer.weights, backend="torch_reference")(*layer.call)
     assert torch.equal(FusedExperts(layer.weights, backend="naive_batched")(*layer.call), want)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_capture_refuses_the_first_call_of_what_compiles(layers, request, compiles, monkeypatch):
+    monkeypatch.setattr(NaiveBatchedExperts, "compiles", compiles)
+    layer = layers.make()
+    called, new = (FusedExperts(layer.weights, backend="naive_batched") for _ in range(2))
+    called(*layer.call)
+    request.getfixturevalue("captured")
+    called(*layer.call)
+    said = "'naive_batched' compiles kernels in its first call, .* call the experts once before"
+    with pytest.raises(UnsupportedError, match=said) if compiles else nullcontext():
+        new(*layer.call)
 
 
 def test_tokens_that_reach_no_expert_do_not_spread_what_they_hold(layers, captured):

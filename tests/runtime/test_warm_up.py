@@ -9,7 +9,8 @@ from moequant.act_fn import SILU, ActFn
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.runtime import FusedExperts, backends
-from moequant.runtime.backends import Backend, PackedExperts
+from moequant.runtime.backends import Backend, BatchedExperts, PackedExperts
+from moequant.runtime.backends.sm90 import Sm90Experts
 from moequant.runtime.call import MAX_TOKENS
 from moequant.runtime.warm_up import (
     _one_of_each_kind,
@@ -133,6 +134,24 @@ def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
 def test_a_backend_that_compiles_nothing_runs_nothing(layers):
     experts = FusedExperts(layers.make().weights)
     assert warm_up(experts, range(1, 9), 2) == []
+
+
+def test_a_backend_that_does_not_say_what_it_compiles_is_refused(layers, compiles, monkeypatch):
+    monkeypatch.setattr(compiles, "kernels_for", PackedExperts.kernels_for)
+    experts = FusedExperts(layers.make().weights, backend="compiles")
+    said = "^backend 'compiles' cannot be warmed up: it does not .* name another backend, such as"
+    with pytest.raises(UnsupportedError, match=said):
+        warm_up(experts, range(1, 9), 2)
+    assert compiles.calls == ()
+
+
+@pytest.mark.parametrize("name", backends.REGISTRY)
+def test_what_compiles_says_so_and_what_does_not_names_no_kernels(name):
+    experts = getattr(backends.REGISTRY[name], "experts", Sm90Experts)
+    nothing = name in ("torch_reference", "naive_batched")
+    assert experts.compiles is not nothing
+    says = experts.kernels_for is not PackedExperts.kernels_for
+    assert says is not (nothing or issubclass(experts, BatchedExperts))
 
 
 def test_ids_are_experts_that_are_there(layers, compiles, monkeypatch):

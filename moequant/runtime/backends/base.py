@@ -84,6 +84,12 @@ class PackedExperts(ABC):
 
     Then `expert_map` is checked on the host too, and `moequant bench` does not time the backend.
     """
+    compiles: ClassVar[bool] = True
+    """Whether calls compile kernels, as far as they are not cached on disk.
+
+    Then a CUDA graph does not capture the first call, and a warm-up is refused where `kernels_for`
+    is None. So False is a promise, which backends of other packages have to make themselves.
+    """
     tuner: Tuner | None = None
     """Its tilings, where there is a choice for `moequant tune`."""
 
@@ -154,7 +160,8 @@ class PackedExperts(ABC):
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """Names the compiled kernels that `run` launches for [tokens, topk] token-expert pairs.
 
-        Calls of equal names launch the same kernels. None: nothing is compiled.
+        Calls of equal names launch the same kernels. None where nothing is compiled, or where that
+        depends on more, such as how many tokens each expert gets.
         """
         return None
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class NaiveBatchedExperts(BatchedExperts):
     """See `NaiveBatched`."""
 
+    compiles = False
+
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
         """See `BatchedExperts.run_batches`; rows beyond the counts are 0."""
         weights, scheme = self.weights(), tokens.scheme

@@ -5,7 +5,8 @@
 
 The name of the entry point is the name of the backend; the object is a subclass of
 `moequant.runtime.backends.Backend` that takes no arguments. These backends come after ours, in the
-order of their names.
+order of their names. Their experts count as compiling kernels unless their class says `compiles =
+False`.
 """
 
 from __future__ import annotations

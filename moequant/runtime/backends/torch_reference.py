@@ -44,6 +44,8 @@ weights they meet.
 class ReferenceExperts(StandardExperts):
     """See `TorchReference`."""
 
+    compiles = False
+
     def run_sorted(self, activations: Activations, permutation: Permutation) -> Tensor:
         """See `StandardExperts.run_sorted`."""
         weights, scheme = self.weights(), self.workload.activations

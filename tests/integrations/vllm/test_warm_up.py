@@ -128,6 +128,14 @@ def test_it_says_how_many_calls_it_ran(engine, converted, calls, monkeypatch):
     )
 
 
+def test_a_backend_that_does_not_say_what_it_compiles_runs_the_call_alone(
+    engine, converted, calls, monkeypatch
+):
+    monkeypatch.setattr(KernelsExperts, "kernels_for", PackedExperts.kernels_for)
+    run(loaded(engine, converted), 12)
+    assert calls() == [12]
+
+
 def test_a_backend_that_compiles_nothing_runs_the_call_alone(engine, converted, monkeypatch):
     from moequant.runtime.backends.torch_reference import ReferenceExperts
 
