@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-
-from moequant.kernels.routing import Grouping, SortedRouting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +34,3 @@ class WorkspaceArena:
         if self._buffer is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return self._buffer[start : self.size_bytes].view(dtype).view(shape)
-
-    def sorted_routing(self, pairs: int, grouping: Grouping) -> SortedRouting:
-        """Room for any routing of `pairs` pairs, see `SortedRouting.allocate`."""
-        shapes = SortedRouting.allocate(pairs, grouping, device=torch.device("meta"))
-        parts = {field.name: getattr(shapes, field.name) for field in fields(shapes)}
-        return SortedRouting(
-            **{name: self.empty(*part.shape, dtype=part.dtype) for name, part in parts.items()}
-        )

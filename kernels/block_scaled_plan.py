@@ -28,7 +28,7 @@ from moequant.kernels.block_scaled_quantize import (
 from moequant.kernels.calls import on
 from moequant.kernels.cutlass.act_rows import act_rows
 from moequant.kernels.cutlass.batch_places import place_batches
-from moequant.kernels.routing import Grouping, max_rows, sort_routing
+from moequant.kernels.routing import Grouping, SortedRouting, max_rows, sort_routing
 from moequant.kernels.weighted_reduce import weighted_reduce
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from moequant.act_fn import ActFn
     from moequant.kernels.arena import WorkspaceArena
-    from moequant.kernels.routing import SortedRouting
 
 
 class BlockScaledGemms(ABC):
@@ -137,7 +136,7 @@ class BlockScaledPlan:
     ) -> None:
         pairs, experts = tokens * topk, grouping.experts
         self.grouping, self.bias = grouping, bias
-        self.routing = arena.sorted_routing(pairs, grouping)
+        self.routing = SortedRouting.allocate(pairs, grouping, empty=arena.empty)
         self.places = ScalePlaces.allocate(pairs, experts, empty=arena.empty)
         rows = max_rows(pairs, experts, grouping.alignment)
         self.gemms = gemms(rows, self.routing, self.places, empty=arena.empty)

@@ -39,7 +39,8 @@ _PLACED_PAIRS = 128
 """Pairs of a program of `place_scales`."""
 _WARPS = 4
 _THREAD_BYTES, _REGISTERS = 224, 96
-"""Of a row, the most that a thread of `quantize_row` holds in registers, and how many it may use.
+"""Of a row, the most that a thread of `quantize_block_scaled_row` holds in registers, and how many
+registers it may use.
 So an H200 has 10 rows of 7168 columns in flight on each multiprocessor."""
 
 _GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
@@ -213,7 +214,7 @@ def quantize_sorted(
     # that of rows, those are whose scales share sectors, which DRAM then writes once and whole.
     rows = pairs if topk is not None and topk > 1 else routing.pair_of_row.shape[0]
     launch(
-        quantize_row,
+        quantize_block_scaled_row,
         (rows,),
         x,
         out.codes,
@@ -285,7 +286,7 @@ def place_scale_rows(
 
 
 @triton.jit(do_not_specialize=["pairs", "scale_columns"])
-def quantize_row(
+def quantize_block_scaled_row(
     x,
     codes,
     scale,

@@ -252,6 +252,11 @@ class Launch:
         )
 
 
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor; null for None."""
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
 def tensor_map(tensor: Tensor, *, box: tuple[int, ...]) -> TensorMap:
     """A TMA descriptor of a tensor with two to five dimensions.
 

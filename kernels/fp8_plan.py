@@ -18,7 +18,7 @@ import torch
 
 from moequant.kernels.portable.portable_grouped_gemm import Rows
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import max_rows, sort_routing
+from moequant.kernels.routing import SortedRouting, max_rows, sort_routing
 from moequant.kernels.sm90.quantize_permute import copy_rows, prepare
 from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
@@ -74,10 +74,10 @@ class Fp8Plan(ABC):
             shape = (rows,) if by_token else (-(-columns // 128), rows)
             return codes, arena.empty(*shape, dtype=torch.float32)
 
-        self.routing = arena.sorted_routing(pairs, grouping)
+        self.routing = SortedRouting.allocate(pairs, grouping, empty=arena.empty)
         self.tokens = None
         if tensor_scale:
-            codes = Rows.empty("fp8_token", tokens, H, dtype=torch.float32, arena=arena)
+            codes = Rows.allocate("fp8_token", tokens, H, dtype=torch.float32, empty=arena.empty)
             self.tokens = codes, TensorScale.allocate(empty=arena.empty)
         self.x, self.x_scale = quantized(H)
         self.gate_up = arena.empty(rows, tensors["w13_qdata"].shape[1], dtype=torch.bfloat16)

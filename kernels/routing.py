@@ -24,7 +24,7 @@ from moequant.kernels.calls import MAX_PAIRS
 from moequant.kernels.launch import Relaunch, launch, overlaps_launches, wait_for_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 TILE_FIELDS = 4
 """int32 words of a tile: expert, first row, rows, and the expert's first tile | tiles << 16."""
@@ -87,21 +87,27 @@ class SortedRouting:
     counts: Tensor
 
     @staticmethod
-    def allocate(pairs: int, grouping: Grouping, *, device: torch.device) -> SortedRouting:
-        """Room for any routing of `pairs` pairs; not initialized."""
+    def allocate(pairs: int, grouping: Grouping, *, empty: Callable[..., Tensor]) -> SortedRouting:
+        """Room for any routing of `pairs` pairs; not initialized.
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
+        Args:
+            pairs: how many.
+            grouping: how they will be sorted.
+            empty: makes a tensor of a shape and `dtype`, such as `WorkspaceArena.empty`.
+        """
+
+        def ints(*shape: int) -> Tensor:
+            return empty(*shape, dtype=torch.int32)
 
         experts = grouping.experts
         return SortedRouting(
-            pair_of_row=empty(max_rows(pairs, experts, grouping.alignment)),
-            row_of_pair=empty(pairs),
-            row_end=empty(experts),
-            tiles=empty(max_tiles(pairs, experts, grouping.tile_rows), TILE_FIELDS),
-            tile_count=empty(1),
-            units_taken=empty(2),
-            counts=empty(chunks(pairs), triton.next_power_of_2(experts)),
+            pair_of_row=ints(max_rows(pairs, experts, grouping.alignment)),
+            row_of_pair=ints(pairs),
+            row_end=ints(experts),
+            tiles=ints(max_tiles(pairs, experts, grouping.tile_rows), TILE_FIELDS),
+            tile_count=ints(1),
+            units_taken=ints(2),
+            counts=ints(chunks(pairs), triton.next_power_of_2(experts)),
         )
 
 

@@ -24,9 +24,40 @@ def check_tensor(name: str, value: object, shape: str = "") -> torch.Tensor:
     wanted = f"tensor {shape}".rstrip()
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError(f"{name} is {type(value).__name__}, but must be a {wanted}")
-    if value.layout is not torch.strided:
-        raise UnsupportedError(f"{name} is {value.layout}, but must be a dense {wanted}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise UnsupportedError(f"{name} is {kind}, but must be a dense {wanted}")
     return value
+
+
+def check_argument(
+    name: str,
+    value: object,
+    dtypes: tuple[torch.dtype, ...],
+    shape: str,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """`value`, which must be a dense tensor of a dtype, a number of dimensions and a device.
+
+    Args:
+        name: what messages call it.
+        value: the argument.
+        dtypes: those it may have.
+        shape: names of its dimensions, such as "[M, T]".
+        device: that of the experts; by default any.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    tensor = check_tensor(name, value)
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(str(dtype) for dtype in dtypes)
+        raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {expected}")
+    if tensor.dim() != len(shape.split(",")):
+        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
+    if device is not None and tensor.device != device:
+        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
+    return tensor
 
 
 def check_count(name: str, value: object, least: int = 0) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.cuda_driver import Kernel, Launch, tensor_map
+from moequant.kernels.cuda_driver import Kernel, Launch, pointer, tensor_map
 from moequant.kernels.cutlass.compiled import compile_once, load
 from moequant.kernels.cutlass.variant import COLUMNS, THREADS, WEIGHT_ROWS, GemmVariant
 
@@ -77,7 +77,7 @@ class CutlassGroupedGemm:
                 _shape(E * N, K),
                 tensor_map(x.view(torch.uint8), box=(variant.tile_rows, COLUMNS)),
                 _shape(*x.shape),
-                *map(_pointer, (w_scale, x_scale, bias, out, tiles, tile_count)),
+                *map(pointer, (w_scale, x_scale, bias, out, tiles, tile_count)),
                 ctypes.c_int(N),
                 ctypes.c_int(K),
             ],
@@ -99,7 +99,3 @@ def _kernel(variant: GemmVariant, device: int) -> Kernel:
 
 def _shape(rows: int, columns: int) -> ctypes.Array[ctypes.c_int]:
     return (ctypes.c_int * 2)(rows, columns)
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())

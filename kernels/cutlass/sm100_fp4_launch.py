@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.cuda_driver import Kernel, Launch, tensor_map
+from moequant.kernels.cuda_driver import Kernel, Launch, pointer, tensor_map
 from moequant.kernels.cutlass.compiled import compile_once, load
 from moequant.kernels.cutlass.sm100_fp4_variant import (
     SCALE_TILE_BYTES,
@@ -133,7 +133,7 @@ class Fp4GroupedGemm:
                     for tensor, box in operands
                     for a in (tensor_map(tensor, box=box), _shape(tensor))
                 ),
-                *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in pointers),
+                *map(pointer, pointers),
                 ctypes.c_int(N),
                 ctypes.c_int(K),
                 ctypes.c_int(parts),

@@ -23,7 +23,13 @@ from moequant.kernels.calls import on, part_tokens
 from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.portable.portable_grouped_gemm import Rows, Work, grouped_gemm
 from moequant.kernels.portable.quantize import quantize_rows
-from moequant.kernels.routing import Grouping, likely_tile_rows, max_rows, sort_routing
+from moequant.kernels.routing import (
+    Grouping,
+    SortedRouting,
+    likely_tile_rows,
+    max_rows,
+    sort_routing,
+)
 from moequant.kernels.tensor_scale import TensorScale
 from moequant.kernels.weighted_reduce import weighted_reduce
 
@@ -72,7 +78,7 @@ class PortablePlan:
         rows = max_rows(pairs, E, 1)
         tile_rows = tile_rows or likely_tile_rows(pairs / max(E, 1), TILE_ROWS)
         self.grouping = Grouping(experts=E, tile_rows=tile_rows)
-        self.routing = arena.sorted_routing(pairs, self.grouping)
+        self.routing = SortedRouting.allocate(pairs, self.grouping, empty=arena.empty)
         self.work = Work(
             tile_rows=tile_rows,
             max_tiles=self.routing.tiles.shape[0],
@@ -82,10 +88,10 @@ class PortablePlan:
         between = between_dtype(dtype)
         self.x = None
         if experts.activations != "none":
-            self.x = Rows.empty(experts.activations, tokens, H, dtype=between, arena=arena)
+            self.x = Rows.allocate(experts.activations, tokens, H, dtype=between, empty=arena.empty)
         self.scale = TensorScale.allocate(empty=arena.empty) if experts.tensor_scale else None
         self.middle = Middle(experts, rows, between, arena)
-        self.y = Rows.empty("none", rows, H, dtype=between, arena=arena)
+        self.y = Rows.allocate("none", rows, H, dtype=between, empty=arena.empty)
 
     def __call__(
         self,
@@ -128,10 +134,10 @@ class Middle:
     ) -> None:
         self.experts = experts
         I, scheme = experts.intermediate, experts.activations
-        self.out = Rows.empty(scheme, rows, I, dtype=between, arena=arena)
+        self.out = Rows.allocate(scheme, rows, I, dtype=between, empty=arena.empty)
         self.values = None
         if scheme == "fp8_token":
-            self.values = Rows.empty("none", rows, I, dtype=torch.float32, arena=arena)
+            self.values = Rows.allocate("none", rows, I, dtype=torch.float32, empty=arena.empty)
         self.scale = TensorScale.allocate(empty=arena.empty) if experts.tensor_scale else None
 
     def __call__(

@@ -32,10 +32,11 @@ from moequant.kernels.portable.codes import (
 from moequant.kernels.routing import TILE_FIELDS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moequant.act_fn import ActFn
-    from moequant.kernels.arena import WorkspaceArena
     from moequant.kernels.portable.weights import Projection
 
 _SPLIT = {torch.float16: 2, torch.float32: 3}
@@ -67,17 +68,25 @@ class Rows:
     scale: Tensor | None
 
     @staticmethod
-    def empty(
-        scheme: str, rows: int, columns: int, *, dtype: torch.dtype, arena: WorkspaceArena
+    def allocate(
+        scheme: str, rows: int, columns: int, *, dtype: torch.dtype, empty: Callable[..., Tensor]
     ) -> Rows:
-        """Room for `rows` rows; `dtype` is that of activations that are not quantized."""
+        """Room for `rows` rows; not initialized.
+
+        Args:
+            scheme: "none", "fp8_group128" or "fp8_token".
+            rows: R.
+            columns: K.
+            dtype: of activations that are not quantized.
+            empty: makes a tensor of a shape and `dtype`, such as `WorkspaceArena.empty`.
+        """
         if scheme == "none":
-            return Rows(scheme=scheme, qdata=arena.empty(rows, columns, dtype=dtype), scale=None)
+            return Rows(scheme=scheme, qdata=empty(rows, columns, dtype=dtype), scale=None)
         groups = -(-columns // 128) if scheme == "fp8_group128" else 1
         return Rows(
             scheme=scheme,
-            qdata=arena.empty(rows, columns, dtype=torch.uint8),
-            scale=arena.empty(rows, groups, dtype=torch.float32),
+            qdata=empty(rows, columns, dtype=torch.uint8),
+            scale=empty(rows, groups, dtype=torch.float32),
         )
 
 

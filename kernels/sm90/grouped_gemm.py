@@ -18,7 +18,14 @@ from torch import Tensor
 
 from moequant.cores import available_cores
 from moequant.kernels.calls import MAX_PAIRS
-from moequant.kernels.cuda_driver import Kernel, Launch, TensorMap, compile_cubin, tensor_map
+from moequant.kernels.cuda_driver import (
+    Kernel,
+    Launch,
+    TensorMap,
+    compile_cubin,
+    pointer,
+    tensor_map,
+)
 from moequant.kernels.sm90.source import read_source, tile_classes, wgmma
 
 if TYPE_CHECKING:
@@ -216,11 +223,6 @@ class RoutingArguments(ctypes.Structure):
         ("wide_ids", ctypes.c_int),
         ("wide_map", ctypes.c_int),
     )
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """The address of a tensor; null for None."""
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
 class GroupedGemm:

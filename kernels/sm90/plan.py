@@ -15,14 +15,14 @@ import torch
 
 from moequant.kernels.launch import stream_of
 from moequant.kernels.portable.portable_grouped_gemm import Rows
-from moequant.kernels.portable.quantize import quantize_rows as quantize_static
+from moequant.kernels.portable.quantize import quantize_rows
 from moequant.kernels.routing import sort_routing
 from moequant.kernels.sm90.quantize_permute import (
     FEW_PAIRS,
     copy_rows,
     group_of,
     prepare,
-    quantize_rows,
+    quantize_sorted_rows,
     sort_and_quantize,
 )
 from moequant.kernels.weighted_reduce import weighted_reduce
@@ -98,7 +98,7 @@ class Sm90Plan:
             return sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
         if b.tokens is not None and hidden_scale is None:
             scale = self._static13 if b.scales is None else b.scales[0].find(hidden)
-            quantize_static(hidden, b.tokens, static=scale)
+            quantize_rows(hidden, b.tokens, static=scale)
             hidden, hidden_scale = b.tokens.qdata.view(torch.float8_e4m3fn), b.tokens.scale
         if hidden_scale is not None:
             sort_routing(topk_ids, b.routing, self.grouping, expert_map=expert_map)
@@ -128,9 +128,9 @@ class Sm90Plan:
                 qdata=b.codes.view(torch.uint8),
                 scale=b.codes_scale[:, None],
             )
-            quantize_static(b.act, rows, row_of_pair=row_of_pair, static=scale)
+            quantize_rows(b.act, rows, row_of_pair=row_of_pair, static=scale)
             return None
-        return quantize_rows(b.act, b.routing, b.codes, b.codes_scale)
+        return quantize_sorted_rows(b.act, b.routing, b.codes, b.codes_scale)
 
     def __call__(
         self,

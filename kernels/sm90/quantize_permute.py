@@ -215,7 +215,7 @@ def sort_and_quantize(
     launch(place_and_quantize, grid, *arguments, *of_tokens, **shared)
 
 
-def quantize_rows(
+def quantize_sorted_rows(
     x: Tensor, routing: SortedRouting, codes: Tensor, scale: Tensor
 ) -> Relaunch | None:
     """Quantize the rows of `x` that belong to experts, one scale each.

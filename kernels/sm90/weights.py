@@ -20,7 +20,7 @@ from moequant.kernels.calls import part_sizes, part_tokens, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
 from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.portable.portable_grouped_gemm import Rows
-from moequant.kernels.routing import Grouping, max_rows
+from moequant.kernels.routing import Grouping, SortedRouting, max_rows
 from moequant.kernels.sm90.buffers import Buffers
 from moequant.kernels.sm90.grouped_gemm import ROUTED_PAIRS, GroupedGemm, compile_ahead
 from moequant.kernels.sm90.plan import Sm90Plan
@@ -216,14 +216,16 @@ class Sm90Weights(ABC):
             codes = arena.empty(rows, columns, dtype=torch.float8_e4m3fn)
             return codes, arena.empty(*shape, dtype=torch.float32)
 
-        routing = arena.sorted_routing(pairs, self.grouping(tiling))
+        routing = SortedRouting.allocate(pairs, self.grouping(tiling), empty=arena.empty)
         x = quantized(first, H, by_token=tiling.gather)
         of_tokens = scales = None
         if self.tensor_scale:
             one, other = (TensorScale.allocate(empty=arena.empty) for _ in range(2))
             scales = one, other
         if self.static13 is not None or scales is not None:
-            of_tokens = Rows.empty("fp8_token", tokens, H, dtype=torch.float32, arena=arena)
+            of_tokens = Rows.allocate(
+                "fp8_token", tokens, H, dtype=torch.float32, empty=arena.empty
+            )
         apart = self.quantizes_apart or not self.quantizes
         act = arena.empty(rows, I, dtype=torch.bfloat16) if apart else None
         codes = quantized(rows, I, by_token=False)

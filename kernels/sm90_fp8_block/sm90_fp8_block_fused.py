@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from moequant.kernels.cuda_driver import tensor_map
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, pointer
+from moequant.kernels.cuda_driver import pointer, tensor_map
+from moequant.kernels.sm90.grouped_gemm import GemmConfig
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90.weights import Sm90Weights
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moequant.kernels.cuda_driver import tensor_map
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
+from moequant.kernels.cuda_driver import pointer, tensor_map
+from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of
 from moequant.kernels.sm90.weights import Sm90Weights
 from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
 

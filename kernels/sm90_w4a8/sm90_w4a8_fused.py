@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of, pointer
+from moequant.kernels.cuda_driver import pointer
+from moequant.kernels.sm90.grouped_gemm import GemmConfig, classes_of
 from moequant.kernels.sm90.panels import panels
 from moequant.kernels.sm90.tiling import Tiling, Tilings
 from moequant.kernels.sm90.weights import Sm90Weights

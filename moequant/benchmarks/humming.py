@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,9 @@ def humming(weights: ExpertWeights, scheme: str) -> Callable[[Tensor, Tensor, Te
     def room(pairs: int) -> tuple[SortedRouting, Tensor]:
         # Where the rows of each expert begin, and the last end, as Humming reads them.
         layout = torch.zeros(E + 1, dtype=torch.int32, device=device)
-        empty = SortedRouting.allocate(pairs, grouping, device=device)
-        return replace(empty, row_end=layout[1:]), layout
+        empty = partial(torch.empty, device=device)
+        routing = SortedRouting.allocate(pairs, grouping, empty=empty)
+        return replace(routing, row_end=layout[1:]), layout
 
     def run(hidden: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
         if ids.numel() > MAX_PAIRS:

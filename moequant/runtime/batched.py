@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.arguments import check_tensor
+from moequant.arguments import check_argument, check_count, check_tensor
+from moequant.device import usable_device
 from moequant.errors import UnsupportedError
 from moequant.runtime.activations import (
     FP8_SCHEMES,
@@ -22,18 +23,18 @@ from moequant.runtime.activations import (
     scale_columns,
 )
 from moequant.runtime.inputs import HIDDEN_DTYPES
-from moequant.runtime.routing import NOWHERE, permute
+from moequant.runtime.routing import NOWHERE, Routing, permute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from moequant.runtime.routing import Routing
     from moequant.runtime.workload import Workload
 
 OVERFLOW = -2
 """Place of a token-expert pair whose expert has no place left."""
+_SHAPE = "[E, C, H]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,20 @@ class BatchedTokens:
     qdata: Tensor
     scale: Tensor | None
     counts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the token-expert pairs of M tokens are in batches of C rows for each expert.
+
+    Attributes:
+        of_pairs: [M, T] int64, e * C + i; NOWHERE for a pair without an expert here, OVERFLOW for
+            one without a place left.
+        capacity: C.
+    """
+
+    of_pairs: Tensor
+    capacity: int
 
 
 def batch_scheme(activations: str) -> str:
@@ -76,6 +91,11 @@ def check_batches(
         UnsupportedError: another E, H, scheme or device than the experts have; dtypes or shapes
             that contradict each other; on a CPU, a count beyond C or below 0.
     """
+    if not isinstance(tokens, BatchedTokens):
+        raise UnsupportedError(
+            f"the tokens are {type(tokens).__name__}, but must be BatchedTokens; prepare_batched "
+            "makes them"
+        )
     scheme = batch_scheme(workload.activations)
     if tokens.scheme != scheme:
         raise UnsupportedError(
@@ -83,8 +103,8 @@ def check_batches(
             f'{workload.activations} take batches in {scheme}; prepare_batched(scheme="{scheme}") '
             "makes them"
         )
-    if tokens.qdata.dim() != 3:
-        name = (names or {}).get("qdata", "qdata")
+    name = (names or {}).get("qdata", "qdata")
+    if check_tensor(name, tokens.qdata).dim() != 3:
         raise UnsupportedError(f"{name} is {list(tokens.qdata.shape)}, but must be [E, C, H]")
     E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1]
     groups = scale_columns(tokens.scheme, H)
@@ -129,15 +149,19 @@ def expert_range(
         [global_experts] int32: index on this rank, or -1.
 
     Raises:
-        UnsupportedError: the ranks cannot share the experts equally, or there is no such rank.
+        UnsupportedError: the ranks cannot share the experts equally, there is no such rank or
+            device, or one of the numbers is no whole number.
     """
-    if ranks < 1 or global_experts % ranks or not 0 <= rank < ranks:
+    global_experts = check_count("global_experts", global_experts)
+    ranks, rank = check_count("ranks", ranks, 1), check_count("rank", rank)
+    if global_experts % ranks or rank >= ranks:
         raise UnsupportedError(
             f"rank {rank} of {ranks} and {global_experts} experts: the rank must be from 0 to "
             "ranks - 1, and ranks must divide the experts"
         )
     here = global_experts // ranks
-    local = torch.arange(global_experts, dtype=torch.int32, device=device) - rank * here
+    place = usable_device(device)
+    local = torch.arange(global_experts, dtype=torch.int32, device=place) - rank * here
     return torch.where((local >= 0) & (local < here), local, NOWHERE)
 
 
@@ -156,7 +180,7 @@ def prepare_batched(
     capacity: int,
     scheme: str,
     static_scale: Tensor | None = None,
-) -> tuple[BatchedTokens, Tensor]:
+) -> tuple[BatchedTokens, Places]:
     """Quantize each token once, and copy it to the batches of its experts.
 
     Args:
@@ -165,24 +189,27 @@ def prepare_batched(
         experts: E.
         capacity: C; `largest_batch`, or M, which is enough where no token has an expert twice.
         scheme: how to quantize, "none" or one of FP8_SCHEMES: `batch_scheme` of the experts'.
-        static_scale: for "fp8_static", the scale, [1] float32.
+        static_scale: for "fp8_static", the scale, [1] float32, positive and finite: checked on a
+            CPU.
 
     Returns:
-        The tokens, and the place e * C + i of every token-expert pair, [M, T] int64; NOWHERE for a
-        pair without an expert here. On CUDA, OVERFLOW for a pair without a place left, whose token
-        `finalize_batched` makes NaN, because an error would need a synchronization.
+        The tokens, and where they are. On CUDA, a token with a pair that has no place left is made
+        NaN by `finalize_batched`, because an error would need a synchronization.
 
     Raises:
         UnsupportedError: elsewhere, an expert with more than `capacity` tokens, which is named; no
-            scheme is called that, one that has no batches, or "fp8_static" without a scale.
+            scheme is called that, one that has no batches, or "fp8_static" without a scale; an
+            argument of another kind, dtype or shape.
     """
+    check_argument("hidden", hidden, HIDDEN_DTYPES, "[M, H]")
+    _check_static_scale(static_scale)
     x = quantize_activations(hidden, scheme, static_scale=static_scale)
     return lay_out(x, routing, experts=experts, capacity=capacity)
 
 
 def lay_out(
     x: Activations, routing: Routing, *, experts: int, capacity: int
-) -> tuple[BatchedTokens, Tensor]:
+) -> tuple[BatchedTokens, Places]:
     """The same for M tokens that are already quantized, or stay unquantized.
 
     Raises:
@@ -193,6 +220,8 @@ def lay_out(
             f"there are no batches of tokens in {x.scheme}; quantize them by one of: "
             f"{', '.join(FP8_SCHEMES)}; in batches by none, the experts do"
         )
+    experts, capacity = check_count("experts", experts), check_count("capacity", capacity)
+    _check_routing(routing, x.qdata.shape[0], experts)
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]
     here = routing.expert != NOWHERE
@@ -224,10 +253,10 @@ def lay_out(
         scale=None if x.scale is None else laid_out(x.scale),
         counts=(end - begin).clamp(max=capacity).int(),
     )
-    return tokens, places
+    return tokens, Places(of_pairs=places, capacity=capacity)
 
 
-def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
+def finalize_batched(rows: Tensor, routing: Routing, places: Places) -> Tensor:
     """Weight the experts' results and add them up for each token, in float32, in routing order.
 
     Args:
@@ -237,18 +266,61 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
 
     Returns:
         [M, H] float32; NaN for a token with a pair that had no place.
+
+    Raises:
+        UnsupportedError: the places are of batches of another capacity, or of another routing.
     """
-    M, T = places.shape
+    check_argument("rows", rows, (torch.float32, torch.bfloat16), _SHAPE)
+    if rows.shape[1] != places.capacity:
+        raise UnsupportedError(
+            f"rows is {list(rows.shape)}, [E, C, H], but the places are of batches of C = "
+            f"{places.capacity}; prepare the batches with capacity={rows.shape[1]}"
+        )
+    if routing.expert.shape != places.of_pairs.shape:
+        raise UnsupportedError(
+            f"the places are of {list(places.of_pairs.shape)} token-expert pairs, but the routing "
+            f"of {list(routing.expert.shape)}; give that which the batches were prepared with"
+        )
+    M, T = places.of_pairs.shape
     flat = rows.reshape(-1, rows.shape[2])
     result = torch.zeros(M, rows.shape[2], dtype=torch.float32, device=rows.device)
     if not flat.shape[0]:
         return result
     for t in range(T):
-        place = places[:, t, None]
+        place = places.of_pairs[:, t, None]
         y = flat[place.flatten().clamp(min=0)].float()
         y = torch.where(place == OVERFLOW, torch.nan, torch.where(place == NOWHERE, 0.0, y))
         result += routing.weight[:, t, None] * y
     return result
+
+
+def _check_static_scale(scale: Tensor | None) -> None:
+    if scale is None:
+        return
+    check_argument("static_scale", scale, (torch.float32,), "[1]")
+    if scale.shape[0] != 1:
+        raise UnsupportedError(f"static_scale is {list(scale.shape)}, but must be [1]")
+    if scale.device.type == "cpu" and not 0 < scale.item() < torch.inf:
+        raise UnsupportedError(
+            f"static_scale is {scale.item():g}, but must be positive and finite; calibrate again"
+        )
+
+
+def _check_routing(routing: Routing, tokens: int, experts: int) -> None:
+    if not isinstance(routing, Routing):
+        raise UnsupportedError(
+            f"routing is {type(routing).__name__}, but must be what "
+            "moequant.runtime.routing.route returns"
+        )
+    if routing.expert.shape[0] != tokens:
+        raise UnsupportedError(
+            f"hidden has {tokens} tokens, but the routing {routing.expert.shape[0]}"
+        )
+    if routing.expert.device.type == "cpu" and (routing.expert >= experts).any():
+        raise UnsupportedError(
+            f"the routing has expert {int(routing.expert.max())}, but experts is {experts}; give "
+            "the number that route was given"
+        )
 
 
 def _check_capacity(name: str, counts: Tensor, capacity: int) -> None:

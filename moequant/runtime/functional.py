@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING
 
 from moequant.act_fn import SILU, ActFn
 from moequant.arguments import check_tensor
-from moequant.errors import UnsupportedError
-from moequant.formats import check_specs, get_format
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.formats import check_specs, dtype_text, get_format
 from moequant.runtime.backends import REGISTRY, PackedExperts, Workload
 from moequant.runtime.backends.stacked import padded_rows
 from moequant.runtime.call import run_experts
 from moequant.runtime.inputs import check_expert_map
+from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from moequant.runtime.backends import Layout
 
 
 def fused_experts(
@@ -230,6 +233,42 @@ def stacked_tensors(weights: Mapping[str, Tensor], workload: Workload) -> dict[s
         )
     names = ("w13_qdata", "w13_scale", "w2_qdata", "w2_scale")
     return dict(zip(names, (part.contiguous() for part in weights.values()), strict=True))
+
+
+def check_packed(
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    workload: Workload,
+    *,
+    arguments: Mapping[str, str],
+    advice: Mapping[str, str],
+) -> None:
+    """Check shapes and dtypes against those that a layout makes of such weights.
+
+    Args:
+        layout: which.
+        tensors: by the layout's names; static scales of activations count if they are there.
+        workload: the sizes.
+        arguments: what the caller calls each tensor.
+        advice: by the layout's names, what to do where one is another.
+
+    Raises:
+        CheckpointError: one has another dtype or shape; the message names the argument.
+    """
+    E, I, H = workload.experts, workload.intermediate, workload.hidden
+    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+    if not workload.act_fn.gated:
+        del shapes["gate"]
+    static = "w13_input_scale" in tensors
+    like = weights_without_data(workload.format, shapes, workload.act_fn, static=static)
+    for name, needed in layout.pack(like).items():
+        found = tensors[name]
+        if found.shape != needed.shape or found.dtype != needed.dtype:
+            raise CheckpointError(
+                f"{arguments[name]} is {dtype_text(found.dtype)} {list(found.shape)}, but for "
+                f"E {E}, H {H} and I {I} it must be {dtype_text(needed.dtype)} "
+                f"{list(needed.shape)}; {advice[name]}"
+            )
 
 
 def check_act_fn(act_fn: ActFn) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.arguments import check_tensor
+from moequant.arguments import check_argument, check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import get_format
 from moequant.runtime.activations import (
@@ -69,9 +69,9 @@ def check_inputs(
     check_tensor(names.hidden_states, hidden_states)
     _check_quantized(hidden_states, hidden_scale, workload.activations, names)
     dtypes = HIDDEN_DTYPES if hidden_scale is None else QUANTIZED_DTYPES
-    _check(names.hidden_states, hidden_states, dtypes, "[M, H]", device)
-    _check("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", device)
-    _check("topk_ids", topk_ids, ID_DTYPES, "[M, T]", device)
+    check_argument(names.hidden_states, hidden_states, dtypes, "[M, H]", device)
+    check_argument("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]", device)
+    check_argument("topk_ids", topk_ids, ID_DTYPES, "[M, T]", device)
     tokens, columns = hidden_states.shape
     if columns != hidden:
         raise UnsupportedError(
@@ -79,7 +79,7 @@ def check_inputs(
             f"[M, {hidden}]"
         )
     if hidden_scale is not None:
-        _check(names.hidden_scale, hidden_scale, (torch.float32,), "[M, groups]", device)
+        check_argument(names.hidden_scale, hidden_scale, (torch.float32,), "[M, groups]", device)
         shape = [tokens, scale_columns(workload.activations, hidden)]
         if list(hidden_scale.shape) != shape:
             raise UnsupportedError(
@@ -113,7 +113,7 @@ def check_out(
             output.
     """
     dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
-    _check(names.out, out, (dtype,), "[M, H]", hidden_states.device)
+    check_argument(names.out, out, (dtype,), "[M, H]", hidden_states.device)
     if out.shape != hidden_states.shape or not out.is_contiguous():
         raise UnsupportedError(
             f"{names.out} is {list(out.shape)} with strides {list(out.stride())}, but must be a "
@@ -170,7 +170,7 @@ def check_workspace(workspace: Tensor, size_bytes: int, device: torch.device) ->
         UnsupportedError: it is too small, not contiguous, not aligned to 16 bytes, or of another
             dtype or device.
     """
-    _check("workspace", workspace, (torch.uint8,), "[bytes]", device)
+    check_argument("workspace", workspace, (torch.uint8,), "[bytes]", device)
     if (
         workspace.numel() < size_bytes
         or not workspace.is_contiguous()
@@ -218,7 +218,7 @@ def check_expert_map(
     Raises:
         UnsupportedError: another dtype, shape or device, or an index that is no expert's.
     """
-    _check("expert_map", expert_map, ID_DTYPES, "[global experts]", device)
+    check_argument("expert_map", expert_map, ID_DTYPES, "[global experts]", device)
     if not values:
         return
     unknown = (expert_map < NOWHERE) | (expert_map >= experts)
@@ -253,20 +253,3 @@ def check_input_scales(scales: Mapping[str, Tensor], format: str) -> None:
                 f"{name}[{index}] is {float(scale[index]):g}, but {wanted}; calibrate again, or "
                 "leave both scales out"
             )
-
-
-def _check(
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: str,
-    device: torch.device,
-) -> None:
-    check_tensor(name, tensor)
-    if tensor.dtype not in dtypes:
-        expected = ", ".join(str(dtype) for dtype in dtypes)
-        raise UnsupportedError(f"{name} is {tensor.dtype}, but must be one of: {expected}")
-    if tensor.dim() != len(shape.split(",")):
-        raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
-    if tensor.device != device:
-        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moequant.arguments import check_argument, check_count
 from moequant.errors import UnsupportedError
 from moequant.runtime.capture import plain_mode
 
@@ -70,15 +71,27 @@ def route(
             no expert.
 
     Raises:
-        UnsupportedError: an id that is neither -1 nor an expert's, which is named.
+        UnsupportedError: an argument of another kind, dtype or shape; an id that is neither -1 nor
+            an expert's, which is named.
     """
+    check_argument("topk_weights", topk_weights, WEIGHT_DTYPES, "[M, T]")
+    check_argument("topk_ids", topk_ids, ID_DTYPES, "[M, T]")
+    if topk_weights.shape != topk_ids.shape:
+        raise UnsupportedError(
+            f"topk_weights is {list(topk_weights.shape)}, but topk_ids {list(topk_ids.shape)}; "
+            "give a weight for each id"
+        )
+    experts = check_count("experts", experts)
+    if expert_map is not None:
+        check_argument("expert_map", expert_map, ID_DTYPES, "[global experts]")
     count = experts if expert_map is None else expert_map.shape[0]
     unknown = (topk_ids < NOWHERE) | (topk_ids >= count)
     if check and unknown.any():
         m, t = unknown.nonzero()[0].tolist()
+        there = f"the experts are 0 to {count - 1}" if count else "there are no experts"
+        of = "" if expert_map is None else f"; expert_map has a length of {count}"
         raise UnsupportedError(
-            f"topk_ids[{m}, {t}] is {int(topk_ids[m, t])}, but the experts are 0 to {count - 1}, "
-            "and -1 for none"
+            f"topk_ids[{m}, {t}] is {int(topk_ids[m, t])}, but {there}, and -1 for none{of}"
         )
     expert = topk_ids.long().masked_fill(unknown, NOWHERE)
     if expert_map is not None:

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.arguments import check_tensor
-from moequant.errors import CheckpointError, UnsupportedError
-from moequant.formats import dtype_text
+from moequant.errors import UnsupportedError
 from moequant.kernels.cutlass.sm100_fp4_variant import MXFP4 as MXFP4_KERNEL
 from moequant.kernels.cutlass.sm100_fp4_variant import NVFP4 as NVFP4_KERNEL
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.call import run_experts
-from moequant.runtime.functional import check_weights, workload_of
+from moequant.runtime.functional import check_packed, check_weights, workload_of
 from moequant.runtime.inputs import ArgumentNames
-from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,7 +112,7 @@ def run_cutlass_moe_fp4(
     # Others are shown as they were given.
     if (w1_alphas.shape, w1_alphas.dtype) == ((workload.experts,), torch.float32):
         tensors["w13_global_scale"] = w1_alphas[:, None].expand(-1, 1 + activation.gated)
-    _check(tensors, workload)
+    check_packed(_BACKEND.layout, tensors, workload, arguments=_ARGUMENTS, advice=_ADVICE)
     for of, scale in given.items():
         alphas = tensors[f"{of}_global_scale"]
         per_expert = scale.view(-1, *[1] * (alphas.dim() - 1))
@@ -171,7 +169,7 @@ def run_cutlass_moe_mxfp4(
     }
     workload = _workload("run_cutlass_moe_mxfp4", MXFP4_KERNEL.name, MXFP4, tensors, activation)
     tensors |= {name: _as_e8m0(tensors[name]) for name in ("w13_scale", "w2_scale")}
-    _check(tensors, workload)
+    check_packed(_BACKEND.layout, tensors, workload, arguments=_ARGUMENTS, advice=_ADVICE)
     return _run(output, a, tensors, workload, topk_weights, topk_ids, apply_router_weight_on_input)
 
 
@@ -225,24 +223,6 @@ def _workload(
 def _as_e8m0(scale: Tensor) -> Tensor:
     """What vLLM has as bytes, as torch calls it."""
     return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-
-
-def _check(tensors: Mapping[str, Tensor], workload: Workload) -> None:
-    """Check shapes and dtypes against those that the backend's layout makes of such weights."""
-    E, I, H = workload.experts, workload.intermediate, workload.hidden
-    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
-    if not workload.act_fn.gated:
-        del shapes["gate"]
-    static = "w13_input_scale" in tensors
-    like = weights_without_data(workload.format, shapes, workload.act_fn, static=static)
-    for name, needed in _BACKEND.layout.pack(like).items():
-        found = tensors[name]
-        if found.shape != needed.shape or found.dtype != needed.dtype:
-            raise CheckpointError(
-                f"{_ARGUMENTS[name]} is {dtype_text(found.dtype)} {list(found.shape)}, but for "
-                f"E {E}, H {H} and I {I} it must be {dtype_text(needed.dtype)} "
-                f"{list(needed.shape)}; {_ADVICE[name]}"
-            )
 
 
 def _run(

@@ -22,10 +22,15 @@ from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.batched import BatchedTokens
 from moequant.runtime.call import run_experts
-from moequant.runtime.functional import check_act_fn, check_weights, stacked_tensors, workload_of
+from moequant.runtime.functional import (
+    check_act_fn,
+    check_packed,
+    check_weights,
+    stacked_tensors,
+    workload_of,
+)
 from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map
 from moequant.runtime.select import select
-from moequant.runtime.weights import weights_without_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -216,8 +221,8 @@ def cutlass_moe_w4a8_fp8(
         UnsupportedError: another group size, scales with panels or none without, weights on several
             devices, weights that do not go together, no backend that runs this, or as
             `FusedExperts.forward`.
-        CheckpointError: weights in rows or scales of another dtype, or of a shape that the weights
-            do not have.
+        CheckpointError: weights or scales of another dtype, or of a shape that the weights do not
+            have.
     """
     if group_size != GROUP:
         raise UnsupportedError(
@@ -233,6 +238,7 @@ def cutlass_moe_w4a8_fp8(
         if w1_scale is None or w2_scale is None:
             raise UnsupportedError("w1_q in rows needs w1_scale and w2_scale")
         codes = {"w1_q": w1_q, "w2_q": w2_q}
+        _check_bytes(codes)
         workload = workload_of(codes, activation, format="w4a8", activations="fp8_token", packed=2)
         weights = {"w1_q": w1_q, "w1_scale": w1_scale, "w2_q": w2_q, "w2_scale": w2_scale}
         tensors = stacked_tensors(weights, workload)
@@ -397,6 +403,17 @@ def _run_batches(
     return output.copy_(packed.run_batches(tokens, names=_BATCH_NAMES))
 
 
+def _check_bytes(codes: Mapping[str, Tensor]) -> None:
+    """Refuse codes that are not in bytes, such as those that vLLM has encoded for its kernel."""
+    for name, tensor in codes.items():
+        if tensor.dtype != torch.uint8:
+            raise CheckpointError(
+                f"{name} is {dtype_text(tensor.dtype)} {list(tensor.shape)}, but must be uint8: "
+                f"weights that vLLM has encoded are not taken; give {name} and "
+                f"{name.removesuffix('_q')}_scale as moequant.formats.quantize makes w4a8"
+            )
+
+
 def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, Tensor]]:
     """Weights in panels, whose sizes follow from their blocks of 128 columns."""
     check_act_fn(act_fn)
@@ -416,18 +433,9 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
         act_fn=act_fn,
     )
     tensors = dict(zip(_PANELS, (w1, w2), strict=True))
-    E = workload.experts
-    shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
-    if not act_fn.gated:
-        del shapes["gate"]
-    like = weights_without_data(workload.format, shapes, act_fn)
-    for name, needed in REGISTRY["sm90_w4a8"].layout.pack(like).items():
-        found = tensors[name]
-        if found.shape != needed.shape or found.dtype != needed.dtype:
-            raise UnsupportedError(
-                f"{_PANELS[name]} is {found.dtype} {list(found.shape)}, but for H {H} and I {I} it "
-                f"must be {needed.dtype} {list(needed.shape)}; pack_experts makes panels"
-            )
+    advice = dict.fromkeys(_PANELS, "pack_experts makes panels")
+    layout = REGISTRY["sm90_w4a8"].layout
+    check_packed(layout, tensors, workload, arguments=_PANELS, advice=advice)
     return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

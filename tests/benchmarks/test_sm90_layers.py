@@ -121,7 +121,7 @@ class Relaunches:
 def test_a_call_of_known_kinds_repeats_the_launches_of_the_first(monkeypatch, format):
     log = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for name in ("prepare", "quantize_rows", "weighted_reduce"):
+    for name in ("prepare", "quantize_sorted_rows", "weighted_reduce"):
         launched = getattr(sm90_plan, name)
 
         def known(*args, launched=launched, name=name, **kwargs):
@@ -141,7 +141,7 @@ def test_a_call_of_known_kinds_repeats_the_launches_of_the_first(monkeypatch, fo
     assert aligned, "torch allocates at multiples of 64 bytes"
     for _ in range(2):
         weights.run(hidden, router, ids, out=out, workspace=workspace)
-    between = [("quantize_rows", 0)] if format == "w4a8" else []
+    between = [("quantize_sorted_rows", 0)] if format == "w4a8" else []
     assert log == [("prepare", 3), *between, ("weighted_reduce", 4)]
     weights.run(hidden, router, ids.long(), out=out, workspace=workspace)
     assert len(log) == 2 + len(between)

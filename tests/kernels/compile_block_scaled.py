@@ -28,11 +28,11 @@ def describe(compiled, constants):
 def main(capability):
     module.has_native_e4m3 = lambda device: capability >= 89
     module.overlaps_launches = lambda device: capability >= 90
-    for name in ("place_scale_rows", "quantize_row"):
+    for name in ("place_scale_rows", "quantize_block_scaled_row"):
         setattr(module, name, Compiles(getattr(module, name), capability, describe))
     grouping = Grouping(experts=128, tile_rows=64)
     ids = torch.zeros(16, 8, dtype=torch.int32)
-    routing = SortedRouting.allocate(128, grouping, device=torch.device("cpu"))
+    routing = SortedRouting.allocate(128, grouping, empty=torch.empty)
     places = module.ScalePlaces.allocate(128, 128, empty=torch.empty)
     module.place_scales(ids, routing, places, grouping)
     for scheme, static in product(("nvfp4", "mxfp4", "mxfp8"), (None, torch.ones(128))):

@@ -59,7 +59,7 @@ def sorted_pairs(ids, experts, alignment, expert_map=None):
     grouping = Grouping(experts=experts, tile_rows=64, alignment=alignment)
     ids = ids.to(DEVICE)
     here = None if expert_map is None else expert_map.to(DEVICE)
-    routing = SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
+    routing = SortedRouting.allocate(ids.numel(), grouping, empty=poisoned)
     routing.pair_of_row.zero_()  # as an earlier routing may have left the gaps
     sort_routing(ids, routing, grouping, expert_map=here)
     places = ScalePlaces.allocate(ids.numel(), experts, empty=poisoned)

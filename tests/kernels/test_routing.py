@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def check(ids, experts, alignment, tile_rows, expert_map=None, *, extra_rows=0):
     grouping = Grouping(
         experts=experts, alignment=alignment, tile_rows=tile_rows, extra_rows=extra_rows
     )
-    out = SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
+    out = SortedRouting.allocate(ids.numel(), grouping, empty=partial(torch.empty, device=DEVICE))
     for t in (out.pair_of_row, out.row_of_pair, out.row_end, out.tiles, out.tile_count, out.counts):
         t.fill_(-77)
     sort_routing(

@@ -65,7 +65,7 @@ def test_each_batch_holds_the_tokens_of_its_expert_in_order(device):
     assert tokens.qdata[0, :3, 0].tolist() == [0, 1, 4]
     assert tokens.qdata[1, :1, 0].tolist() == [2]
     assert tokens.qdata[2, :3, 0].tolist() == [0, 2, 4]
-    assert places.tolist() == [[10, 0], [1, -1], [11, 5], [-1, -1], [2, 12]]
+    assert places.of_pairs.tolist() == [[10, 0], [1, -1], [11, 5], [-1, -1], [2, 12]]
 
 
 @on_every_device
@@ -78,8 +78,8 @@ def test_tokens_are_quantized_as_they_would_be_alone(device, scheme):
     )
     alone = quantize_activations(x, scheme)
     assert tokens.scheme == scheme
-    for m, t in (places >= 0).nonzero().tolist():
-        e, i = divmod(int(places[m, t]), 7)
+    for m, t in (places.of_pairs >= 0).nonzero().tolist():
+        e, i = divmod(int(places.of_pairs[m, t]), 7)
         assert torch.equal(tokens.qdata[e, i].view(torch.uint8), alone.qdata[m].view(torch.uint8))
         if scheme != "none":
             assert torch.equal(tokens.scale[e, i], alone.scale[m])
@@ -92,7 +92,9 @@ def test_finalize_weights_and_adds_pair_after_pair(device):
         torch.zeros(5, 4, device=device), routing, experts=3, capacity=5, scheme="none"
     )
     rows = torch.full((3, 5, 4), torch.nan, device=device)
-    rows.view(15, 4)[places[places >= 0]] = (10.0 ** torch.arange(7, device=device))[:, None]
+    rows.view(15, 4)[places.of_pairs[places.of_pairs >= 0]] = (
+        10.0 ** torch.arange(7, device=device)
+    )[:, None]
     got = finalize_batched(rows, routing, places)
     # Weights are 1 to 10 by pair; the value of the k-th pair that has an expert is 10**k.
     assert got[:, 0].tolist() == [1 + 20, 300, 5000 + 60000, 0, 900000 + 10000000]
@@ -126,7 +128,7 @@ def test_on_a_gpu_its_token_becomes_nan_and_nothing_waits(scheme):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.counts.tolist() == [2, 1, 2]
-    assert places.tolist() == [[4, 0], [1, -1], [5, 2], [-1, -1], [OVERFLOW, OVERFLOW]]
+    assert places.of_pairs.tolist() == [[4, 0], [1, -1], [5, 2], [-1, -1], [OVERFLOW, OVERFLOW]]
     assert got.isnan().all(1).tolist() == [False, False, False, False, True]
 
 
@@ -151,8 +153,11 @@ def test_no_token_and_no_expert(device):
 def test_ranks_share_the_experts_one_behind_the_other():
     assert expert_range(6, 1, 3).tolist() == [-1, -1, 0, 1, -1, -1]
     assert expert_range(2, 0, 1).tolist() == [0, 1]
-    for rank, ranks in ((3, 3), (-1, 3), (0, 4), (0, 0)):
+    for rank, ranks in ((3, 3), (0, 4)):
         with pytest.raises(UnsupportedError, match="ranks must divide the experts"):
+            expert_range(6, rank, ranks)
+    for rank, ranks in ((-1, 3), (0, 0)):
+        with pytest.raises(UnsupportedError, match="must be a whole number, at least"):
             expert_range(6, rank, ranks)
 
 
@@ -320,3 +325,89 @@ def test_experts_that_run_no_batches_say_which_backends_do(layers):
         n for n, b in REGISTRY.items() if issubclass(getattr(b, "experts", object), BatchedExperts)
     }
     assert batched == {name for name in REGISTRY if name.endswith("_batched")}
+
+
+def test_rows_of_cut_batches_are_refused_with_places_of_whole_ones():
+    routing = routing_of(IDS)
+    _, places = prepare_batched(torch.zeros(5, 4), routing, experts=3, capacity=5, scheme="none")
+    with pytest.raises(UnsupportedError, match=r"of C = 5; prepare the batches with capacity=3"):
+        finalize_batched(torch.zeros(3, 3, 4), routing, places)
+    other = Routing(expert=routing.expert[:2], weight=routing.weight[:2])
+    with pytest.raises(UnsupportedError, match=r"of \[5, 2\] token-expert pairs, .* of \[2, 2\]"):
+        finalize_batched(torch.zeros(3, 5, 4), other, places)
+
+
+def test_autocast_is_off_in_batches(layers):
+    layer = layers.make("nvfp4")
+    packed = pack_experts(layer.weights, backend="naive_batched", activations="none")
+    hidden, topk_weights, ids = layer.call
+    E, M = packed.workload.experts, len(ids)
+    routing = route(topk_weights, ids, experts=E)
+    tokens, _ = prepare_batched(hidden, routing, experts=E, capacity=M, scheme="none")
+    want = packed.run_batches(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = packed.run_batches(tokens)
+    used = torch.arange(M)[None] < tokens.counts[:, None]
+    assert torch.equal(got[used], want[used])
+
+
+def ask_route(weights=((1.0, 1.0),), ids=((1, 2),), **options):
+    route(torch.tensor(weights), torch.tensor(ids), **{"experts": 3, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ids": [[1.9, 2.9]]}, "topk_ids is torch.float32, but must be one of: torch.int32"),
+        ({"ids": [[1]]}, r"topk_weights is \[1, 2\], but topk_ids \[1, 1\]"),
+        ({"weights": [[1, 2]]}, "topk_weights is torch.int64"),
+        ({"experts": "3"}, "experts is '3', but must be a whole number"),
+        ({"expert_map": torch.tensor([0.5])}, "expert_map is torch.float32"),
+        (
+            {"expert_map": torch.tensor([]).int()},
+            "are no experts, .*; expert_map has a length of 0",
+        ),
+    ],
+)
+def test_a_routing_of_other_arguments_is_refused_by_name(options, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        ask_route(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ranks": 2.0}, "ranks is 2.0, but must be a whole number"),
+        ({"rank": True}, "rank is True, but must be a whole number"),
+        ({"device": "foo"}, "device 'foo' cannot be used"),
+    ],
+)
+def test_a_share_of_experts_by_other_arguments_is_refused_by_name(options, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        expert_range(8, **{"rank": 0, "ranks": 2, **options})
+
+
+def static(scale):
+    return {"scheme": "fp8_static", "static_scale": scale}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"hidden": torch.zeros(5, 4).int()}, "hidden is torch.int32"),
+        ({"hidden": torch.zeros(4)}, r"hidden is \[4\], but must be \[M, H\]"),
+        ({"hidden": torch.zeros(2, 4)}, "hidden has 2 tokens, but the routing 5"),
+        ({"routing": None}, "routing is NoneType, but must be what .* returns"),
+        ({"experts": 2}, "has expert 2, but experts is 2"),
+        ({"capacity": 6.0}, "capacity is 6.0, but must be a whole number"),
+        (static(torch.tensor([-1.0])), "static_scale is -1, but must be positive"),
+        (static(torch.tensor([torch.nan])), "static_scale is nan, but must be positive"),
+        (static(torch.ones(3)), r"static_scale is \[3\], but must be \[1\]"),
+        (static(0.1), "static_scale is float, but must be a tensor"),
+    ],
+)
+def test_batches_of_other_arguments_are_refused_by_name(options, reason):
+    asked = {"hidden": torch.zeros(5, 4), "routing": routing_of(IDS), **options}
+    settings = {"experts": 3, "capacity": 5, "scheme": "none"}
+    with pytest.raises(UnsupportedError, match=reason):
+        prepare_batched(asked.pop("hidden"), asked.pop("routing"), **settings | asked)

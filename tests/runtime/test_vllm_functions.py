@@ -526,12 +526,15 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
         ((p1, p2.to("meta")), {}, "w2_q is on meta, but the first weight is on cpu"),
         ((p1, p2), {"w1_scale": w1.scale}, "panels hold their scales"),
         ((p1, w2.qdata), {}, "give both in panels, or both in rows"),
-        ((p1[:, :, :, :8000], p2), {}, "w1_q is .* but for H 256 and I 128 it must be"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             cutlass_moe_w4a8_fp8(hidden, a, b, router, ids, **options)
+    with pytest.raises(CheckpointError, match=r"w1_q is .* but for E .*, H 256 and I 128 it must"):
+        cutlass_moe_w4a8_fp8(hidden, p1[:, :, :, :8000], p2, router, ids)
     wide = w1.qdata.view(torch.int32).repeat(1, 1, 4)
-    with pytest.raises(CheckpointError, match=r"w1_q is .*; give w1_q and w1_scale as"):
+    with pytest.raises(
+        CheckpointError, match=r"w1_q is int32 .* vLLM has encoded .*; give w1_q and w1_scale as"
+    ):
         cutlass_moe_w4a8_fp8(
             hidden, wide, w2.qdata, router, ids, w1_scale=w1.scale, w2_scale=w2.scale
         )

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from moequant.runtime.workload import Workload
 
+TMA_STRIDE_BYTES = 16
+"""The stride between rows that TMA reads is a multiple of it."""
+
 
 def why_not_kernels_for(
     workload: Workload, formats: tuple[str, ...], *, activations: tuple[str, ...]
@@ -74,6 +77,11 @@ def why_not_sm90_triton(device: torch.device) -> str | None:
     """Why `device` is no Hopper, or Triton is not installed; None where both are there."""
     if (reason := why_not_sm90(device)) is not None:
         return reason
+    return why_no_triton()
+
+
+def why_no_triton() -> str | None:
+    """Why Triton kernels cannot be compiled; None where the package is there."""
     return "needs the package triton" if find_spec("triton") is None else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from moequant.kernels.cutlass.sm100_fp4_variant import VARIANTS
@@ -11,6 +10,7 @@ from moequant.layouts.swizzle_128x4 import swizzle, unswizzle
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
+    why_no_triton,
     why_not_capable,
     why_not_kernels_for,
     why_not_multiples,
@@ -141,8 +141,4 @@ class CutlassFp4Batched(CutlassFp4):
 @cache
 def _why_not_on(device: torch.device) -> str | None:
     reason = why_not_capable(device, "10.0", lambda capability: capability == (10, 0))
-    if reason is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "needs the package triton"
-    return why_no_cute_dsl()
+    return reason or why_no_triton() or why_no_cute_dsl()

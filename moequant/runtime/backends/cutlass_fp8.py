@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
+    TMA_STRIDE_BYTES,
     why_not_kernels_for,
     why_not_multiples,
     why_not_sm90_triton,
 )
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
-from moequant.runtime.backends.sm90_fp8_block import ROW_MULTIPLE
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -72,7 +72,7 @@ class CutlassFp8(Backend):
 
     name = "cutlass_fp8"
     experts: ClassVar[type[PackedExperts]] = CutlassFp8Experts
-    multiples = (ROW_MULTIPLE, ROW_MULTIPLE)
+    multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""

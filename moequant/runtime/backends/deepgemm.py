@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moequant.kernels.calls import part_tokens
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_sm90
+from moequant.runtime.backends.capability import TMA_STRIDE_BYTES, why_not_sm90
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
-from moequant.runtime.backends.sm90_fp8_block import ROW_MULTIPLE, why_not_fp8_block
+from moequant.runtime.backends.sm90_fp8_block import why_not_fp8_block
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -63,7 +63,7 @@ class DeepGemm(Backend):
 
     name = "deepgemm"
     experts: ClassVar[type[PackedExperts]] = DeepGemmExperts
-    multiples = (ROW_MULTIPLE, ROW_MULTIPLE)
+    multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_block, its activations, H and I in 16s, SM90, deep_gemm and nvcc."""

@@ -120,7 +120,9 @@ class BatchedExperts(_RoutedExperts):
             UnsupportedError: another E, H, scheme or device than these experts have; dtypes or
                 shapes that contradict each other; on a CPU, a count beyond C or below 0.
         """
-        return self._run_batches(check_batches(tokens, self.workload, names))
+        checked = check_batches(tokens, self.workload, names)
+        with plain_mode(self.workload.device):
+            return self._run_batches(checked)
 
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
         M, E = routing.expert.shape[0], self.workload.experts

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
+    TMA_STRIDE_BYTES,
     why_not_kernels_for,
     why_not_multiples,
     why_not_sm90_nvrtc,
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
-ROW_MULTIPLE = 16
-"""Bytes: the stride between rows that TMA reads is a multiple."""
-
 
 class Sm90Fp8Block(Backend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
@@ -35,7 +33,7 @@ class Sm90Fp8Block(Backend):
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
-    multiples = (ROW_MULTIPLE, ROW_MULTIPLE)
+    multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_block, its activations, H and I in 16s, SM90, triton and NVRTC."""
@@ -66,4 +64,4 @@ class Sm90Fp8Block(Backend):
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
     reason = why_not_kernels_for(workload, ("fp8_block",), activations=("fp8_group128",))
-    return reason or why_not_multiples(workload, (ROW_MULTIPLE, ROW_MULTIPLE))
+    return reason or why_not_multiples(workload, (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moequant.runtime.weights import ExpertWeights
     from moequant.runtime.workload import Workload
 
-ROW_MULTIPLE = 16
+GEMM_ROWS = 16
 """Each GEMM has a multiple of this many rows.
 
 BLAS libraries sum few rows in another order: MKL 2024.2 does below 4 rows a thread. Padded to a
@@ -169,8 +169,8 @@ def project(h: Tensor, weights: ExpertWeights, e: int) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """See ROW_MULTIPLE."""
-    return pad(x, (0, 0, 0, -x.shape[0] % ROW_MULTIPLE))
+    """See GEMM_ROWS."""
+    return pad(x, (0, 0, 0, -x.shape[0] % GEMM_ROWS))
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, e: int) -> Tensor:

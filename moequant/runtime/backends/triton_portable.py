@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from moequant.formats.base import WHOLE
 from moequant.kernels.portable.weights import ELEMENTS, Experts, Projection
 from moequant.runtime.activations import FP8_SCHEMES, FP8_TENSOR
 from moequant.runtime.backends.base import Backend
-from moequant.runtime.backends.capability import why_not_capable
+from moequant.runtime.backends.capability import why_no_triton, why_not_capable
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
 
@@ -179,8 +178,4 @@ def _projection(q: QuantizedWeight, bias: Tensor | None) -> Projection:
 @cache
 def _why_not_on(device: torch.device) -> str | None:
     reason = why_not_capable(device, "8.0 or more", lambda capability: capability >= _CAPABILITY)
-    if reason is not None:
-        return reason
-    if find_spec("triton") is None:
-        return "needs the package triton"
-    return None
+    return reason or why_no_triton()

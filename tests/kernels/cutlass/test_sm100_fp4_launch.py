@@ -58,7 +58,9 @@ def sorted_ids(counts, *, elsewhere=0):
     ids = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)] + [-1] * elsewhere)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
     ids = ids[:, None].int().to(DEVICE)
-    routing = SortedRouting.allocate(len(ids), grouping(counts), device=DEVICE)
+    routing = SortedRouting.allocate(
+        len(ids), grouping(counts), empty=partial(torch.empty, device=DEVICE)
+    )
     sort_routing(ids, routing, grouping(counts))
     return routing, ids
 

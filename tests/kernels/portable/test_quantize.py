@@ -14,7 +14,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 def room(scheme, R, K):
     arena = WorkspaceArena(torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device=DEVICE))
-    return Rows.empty(scheme, R, K, dtype=torch.float32, arena=arena)
+    return Rows.allocate(scheme, R, K, dtype=torch.float32, empty=arena.empty)
 
 
 def hidden(R, K, dtype=torch.float32):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from moequant.kernels.sm90.quantize_permute import (
     FEW_PAIRS,
     copy_rows,
     prepare,
-    quantize_rows,
+    quantize_sorted_rows,
     sort_and_quantize,
 )
 from moequant.runtime.activations import quantize_activations
@@ -41,7 +43,7 @@ def inputs(tokens, hidden, dtype=torch.bfloat16):
 
 
 def routing_of(ids, grouping=GROUPING):
-    return SortedRouting.allocate(ids.numel(), grouping, device=DEVICE)
+    return SortedRouting.allocate(ids.numel(), grouping, empty=partial(torch.empty, device=DEVICE))
 
 
 def empty_rows(scheme, count, hidden):
@@ -178,7 +180,7 @@ def test_rows_of_experts_are_quantized_between_the_gemms(tokens):
     x = torch.randn(ids.numel(), 384, generator=g).bfloat16().to(DEVICE)
     x[0] = 1e-37  # the reciprocal of its scale is beyond float32
     codes, scale = empty_rows("fp8_token", ids.numel(), 384)
-    quantize_rows(x, routing, codes, scale)
+    quantize_sorted_rows(x, routing, codes, scale)
     want = quantize_activations(x, "fp8_token")
     assert torch.allclose(scale[:used], want.scale[:used, 0], rtol=2**-22, atol=0)
     assert bool(codes[:used].float().isfinite().all())
