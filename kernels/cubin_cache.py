@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moequant.errors import SlowPathWarning
+from moequant.errors import MoequantError, SlowPathWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,19 @@ _WARNED: set[Path] = set()
 
 
 def cache_dir() -> Path:
-    """The folder of MOEQUANT_CACHE_DIR; ~/.cache/moequant if that is not set, or empty."""
-    return Path(os.environ.get("MOEQUANT_CACHE_DIR") or Path.home() / ".cache" / "moequant")
+    """The folder of MOEQUANT_CACHE_DIR; ~/.cache/moequant if that is not set, or empty.
+
+    Raises:
+        MoequantError: this user has no home folder.
+    """
+    chosen = Path(os.environ.get("MOEQUANT_CACHE_DIR") or "~/.cache/moequant")
+    try:
+        return chosen.expanduser()
+    except RuntimeError as error:
+        raise MoequantError(
+            f"{chosen}: this user has no home folder; set MOEQUANT_CACHE_DIR to a folder for "
+            "compiled kernels and tilings"
+        ) from error
 
 
 def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:

@@ -60,6 +60,17 @@ def check_argument(
     return tensor
 
 
+def check_flag(name: str, value: object) -> bool:
+    """`value`, which must be a truth value.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if value is not True and value is not False:
+        raise UnsupportedError(f"{name} is {value!r}, but must be True or False")
+    return value
+
+
 def check_count(name: str, value: object, least: int = 0) -> int:
     """A number of tokens, rows or the like that a caller gives.
 

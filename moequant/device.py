@@ -23,6 +23,8 @@ def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) ->
     Raises:
         UnsupportedError: it is not; says why.
     """
+    if not isinstance(device, torch.device | str):
+        raise UnsupportedError(f"device is {device!r}, but must be a torch.device or its name")
     try:
         # With its index, which `torch.device("cuda")` leaves open.
         return torch.empty(1, device=torch.device(device)).device

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moequant.arguments import check_count, check_tensor, whole_number
+from moequant.arguments import check_count, check_flag, check_tensor, whole_number
 from moequant.errors import UnsupportedError
 
 
@@ -33,3 +33,14 @@ def test_what_is_no_dense_tensor_is_refused():
         check_tensor("w", [1.0], "[N, K]")
     with pytest.raises(UnsupportedError, match="must be a dense tensor"):
         check_tensor("w", torch.zeros(2, 2).to_sparse())
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.zeros(2)])
+    with pytest.raises(UnsupportedError, match="w is nested, but must be a dense tensor"):
+        check_tensor("w", nested)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "False"])
+def test_what_is_no_truth_value_is_no_flag(value):
+    assert check_flag("gated", False) is False
+    with pytest.raises(UnsupportedError, match=r"gated is .*, but must be True or False"):
+        check_flag("gated", value)

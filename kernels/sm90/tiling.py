@@ -25,8 +25,10 @@ import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moequant.errors import MoequantError
@@ -258,8 +260,11 @@ class Tilings(ABC):
     def _read(self, path: Path) -> _Table | None:
         """A table; None if it is of another family or of other kernels."""
         try:
-            table = json.loads(path.read_text())
-            if (table["format"], table["kernel"]) != (self.name, self.version):
+            table = json.loads(_text(path))
+            if table["format"] != self.name:
+                return None
+            _check_types({"sms": None, **table}, _TABLE_TYPES)
+            if table["kernel"] != self.version:
                 return None
             rows = {
                 tuple(shape[size] for size in _SIZES): {
@@ -275,12 +280,16 @@ class Tilings(ABC):
             return _Table(gpu=table["gpu"], sms=table.get("sms"), rows=rows)
         except MoequantError as error:
             raise MoequantError(f"{path}: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MoequantError(
                 f"{path} is no table of tilings ({error!r}); remove it, or tune again"
             ) from error
 
 
+_TABLE_TYPES = {"kernel": (int,), "gpu": (str,), "sms": (int, NoneType)}
+_TILING_TYPES = {
+    "rows": (int,), "split13": (int,), "split2": (int,), "pair": (bool,), "gather": (bool,)
+}  # fmt: skip
 _RowsBySize = dict[tuple[int, ...], dict[int, dict[str, Any]]]
 """Rows of a table by sizes of the layer and tokens."""
 _TilingsBySize = dict[tuple[int, ...], dict[int, Tiling]]
@@ -322,8 +331,35 @@ def _measured(
 
 
 def _tables(tilings: Tilings, folder: Path) -> list[_Table]:
-    read = map(tilings._read, sorted(folder.glob(f"{tilings.name}_*.json")))
-    return [table for table in read if table]
+    try:
+        entries = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise MoequantError(
+            f"{folder}: tables of tilings cannot be listed: {error.strerror}; make the folder "
+            "readable, or set MOEQUANT_CACHE_DIR to another"
+        ) from error
+    found = [path for path in entries if fnmatchcase(path.name, f"{tilings.name}_*.json")]
+    return [table for table in map(tilings._read, found) if table]
+
+
+def _text(path: Path) -> str:
+    """What a table's file holds."""
+    try:
+        if not path.is_file():
+            raise ValueError("not a file")
+        return path.read_text()
+    except OSError as error:
+        raise MoequantError(
+            f"cannot be read: {error.strerror}; make it readable, or remove it"
+        ) from error
+
+
+def _check_types(found: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]]) -> None:
+    for name, types in wanted.items():
+        if type(found[name]) not in types:
+            raise ValueError(f"{name} is {found[name]!r}")
 
 
 def _merge(tables: Iterable[_Table]) -> _TilingsBySize:
@@ -342,4 +378,5 @@ def _nearest(measured: Mapping[int, Tiling], tokens: int) -> Tiling | None:
 
 
 def _tiling(row: Mapping[str, Any]) -> Tiling:
+    _check_types(row, _TILING_TYPES)
     return Tiling(**{part.name: row[part.name] for part in fields(Tiling)})

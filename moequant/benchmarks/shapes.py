@@ -53,7 +53,7 @@ def parse_shape(text: str) -> LayerShape:
     if match is None:
         raise ArgumentError(
             f"unknown shape {text!r}; use {', '.join(SHAPES)}, all, or sizes such as "
-            "128x2048x768x8 (experts x hidden x intermediate x experts per token)"
+            "128x2048x768x8: experts x hidden x intermediate x experts per token, each at least 1"
         )
     experts, hidden, intermediate, topk = map(int, match.groups())
     shape = LayerShape(experts, hidden, intermediate, topk)

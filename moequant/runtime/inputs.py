@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.arguments import check_argument, check_tensor
+from moequant.arguments import check_argument, check_flag, check_tensor
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import get_format
 from moequant.runtime.activations import (
@@ -61,10 +61,7 @@ def check_inputs(
         UnsupportedError: a dtype, shape or device that no backend takes; router weights that
             multiply the input, and more than one of them a token; or `weight_on_input` is no bool.
     """
-    if weight_on_input is not True and weight_on_input is not False:
-        raise UnsupportedError(
-            f"apply_router_weight_on_input is {weight_on_input!r}, but must be True or False"
-        )
+    check_flag("apply_router_weight_on_input", weight_on_input)
     hidden, device = workload.hidden, workload.device
     check_tensor(names.hidden_states, hidden_states)
     _check_quantized(hidden_states, hidden_scale, workload.activations, names)

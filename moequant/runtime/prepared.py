@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import CheckpointError, MoequantError
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.runtime.backends import TARGETS, backends
 from moequant.runtime.prepared_manifest import (
     Manifest,
@@ -77,6 +77,16 @@ class LayerFile:
             raise CheckpointError(
                 f"{path}: damaged: its SHA-256 is not the one in its manifest; {remedy}"
             )
+        return cls.of_header(file, layer, entry, remedy)
+
+    @classmethod
+    def of_header(cls, file: FixedFile, layer: int, entry: PreparedLayer, remedy: str) -> LayerFile:
+        """What the header says, whatever the bytes of the tensors are; arguments as `open`.
+
+        Raises:
+            CheckpointError: it has no header of this layer.
+        """
+        path = file.path
         prefix = f"layers.{layer}."
         tensors = {}
         for name, info in _read_layer_header(path, entry, remedy).items():
@@ -198,20 +208,29 @@ class PreparedCheckpoint:
         layout = self._layout(layer, entry)
         self._check_originals(layer, entry)
         file = LayerFile.open(self.folder, layer, entry, self._remedy)
-        moe = self.converted.moe
-        like = expected(
-            layout,
-            moe,
-            entry.format,
-            act_fn=moe.act_fn_of(layer),
-            biased="w2_bias" in file.tensors,
-            static=entry.has_input_scales,
-        )
-        file.check(like, experts=moe.experts)
+        self._check_header(file, layer, entry, layout)
         return file, layout, entry.format
 
+    def _check_header(
+        self, file: LayerFile, layer: int, entry: PreparedLayer, layout: Layout
+    ) -> None:
+        """Refuse a file that has other tensors than config.json and the manifest say."""
+        moe = self.converted.moe
+        try:
+            like = expected(
+                layout,
+                moe,
+                entry.format,
+                act_fn=moe.act_fn_of(layer),
+                biased="w2_bias" in file.tensors,
+                static=entry.has_input_scales,
+            )
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{file.file.path}: {error}; {self._remedy}") from error
+        file.check(like, experts=moe.experts)
+
     def staleness(self) -> str | None:
-        """Why a layer would be refused, as far as sizes and times of files tell.
+        """Why a layer would be refused, as far as headers and sizes and times of files tell.
 
         Returns:
             None where nothing changed since the folder was written. If the times alone are others,
@@ -220,9 +239,11 @@ class PreparedCheckpoint:
         same_times = True
         try:
             for layer, entry in self.manifest.layers.items():
-                self._layout(layer, entry)
+                layout = self._layout(layer, entry)
                 self._check_sizes(layer)
                 file = check_size(self.folder / entry.file, entry, self._remedy)
+                header = LayerFile.of_header(file, layer, entry, self._remedy)
+                self._check_header(header, layer, entry, layout)
                 same_times = same_times and file.mtime_ns == entry.mtime_ns
         except MoequantError as error:
             return str(error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moequant.act_fn import SILU, ActFn
-from moequant.arguments import check_tensor
+from moequant.arguments import check_flag, check_tensor, whole_number
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import dtype_text, get_format
 from moequant.formats.w4a8 import GROUP
@@ -22,6 +22,7 @@ from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends import REGISTRY, STACKED, BatchedExperts, Workload
 from moequant.runtime.batched import BatchedTokens
 from moequant.runtime.call import run_experts
+from moequant.runtime.capture import plain_mode
 from moequant.runtime.functional import (
     check_act_fn,
     check_packed,
@@ -111,6 +112,9 @@ def run_cutlass_moe_fp8(
             runs this, or as `FusedExperts.forward`.
         CheckpointError: weights or scales of another shape or dtype.
     """
+    check_flag("per_act_token", per_act_token)
+    check_flag("per_out_ch", per_out_ch)
+    check_flag("use_batched_format", use_batched_format)
     check_tensor("hidden_states", hidden_states)
     quantized = hidden_states.dtype == torch.float8_e4m3fn
     scheme = _scheme(
@@ -224,7 +228,7 @@ def cutlass_moe_w4a8_fp8(
         CheckpointError: weights or scales of another dtype, or of a shape that the weights do not
             have.
     """
-    if group_size != GROUP:
+    if not _is(group_size, GROUP):
         raise UnsupportedError(
             f"group_size is {group_size!r}, but must be {GROUP}; quantize with groups of that size"
         )
@@ -353,7 +357,7 @@ def _dynamic(scale: Tensor, hidden_states: Tensor) -> Tensor:
 
     0 and NaN are what zeros and NaN may have given.
     """
-    shape = [hidden_states.shape[0], 1, 1]
+    shape = [*hidden_states.shape[:1], 1, 1]
     batched = hidden_states.dim() == 3 and list(scale.shape) == shape
     if scale.dtype != torch.float32 or (scale.numel() != 1 and not batched):
         wanted = f"one float32 value{f' or {shape}' if hidden_states.dim() == 3 else ''}"
@@ -393,6 +397,10 @@ def _run_batches(
             f"output is {output.dtype} {list(output.shape)}, but must be "
             f"{' or '.join(map(str, HIDDEN_DTYPES))} {list(hidden_states.shape)}"
         )
+    if not output.is_contiguous():
+        raise UnsupportedError(
+            f"output has strides {list(output.stride())}, but must be contiguous"
+        )
     if output.device != workload.device:
         raise UnsupportedError(
             f"output is on {output.device}, but the experts are on {workload.device}; move it there"
@@ -400,7 +408,9 @@ def _run_batches(
     tokens = BatchedTokens(
         scheme=workload.activations, qdata=hidden_states, scale=scale, counts=counts
     )
-    return output.copy_(packed.run_batches(tokens, names=_BATCH_NAMES))
+    result = packed.run_batches(tokens, names=_BATCH_NAMES)
+    with plain_mode(output.device):
+        return output.copy_(result)
 
 
 def _check_bytes(codes: Mapping[str, Tensor]) -> None:
@@ -439,12 +449,20 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
     return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def _is(value: object, *numbers: int) -> bool:
+    """Whether a caller's argument is one of these whole numbers."""
+    try:
+        return whole_number(value) in numbers
+    except TypeError:
+        return False
+
+
 def _check_global(global_num_experts: int, expert_map: Tensor | None, workload: Workload) -> None:
     known = workload.experts
     if expert_map is not None:
         check_expert_map(expert_map, experts=known, device=workload.device, values=False)
         known = expert_map.shape[0]
-    if global_num_experts not in (-1, known):
+    if not _is(global_num_experts, -1, known):
         there = f"are {known} experts" if expert_map is None else f"is an expert_map of {known}"
         raise UnsupportedError(
             f"global_num_experts is {global_num_experts!r}, but there {there}; give {known} or -1"

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from moequant.errors import SlowPathWarning
+from moequant.errors import MoequantError, SlowPathWarning
 from moequant.kernels.cubin_cache import cache_dir, cached_cubin
 
 
@@ -95,3 +95,15 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
     with pytest.warns(SlowPathWarning, match="No space left on device"):
         assert cached_cubin("a", Compiler()) == b"code"
     assert list(folder.iterdir()) == []
+
+
+def test_the_folder_may_begin_with_the_home_folder_and_a_user_without_one_is_told(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", "~/kernels")
+    assert cache_dir() == Path("/home/someone/kernels")
+    monkeypatch.setenv("MOEQUANT_CACHE_DIR", "")
+    assert cache_dir() == Path("/home/someone/.cache/moequant")
+    # As pathlib asks for it.
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(MoequantError, match="this user has no home folder; set MOEQUANT_CACHE_DIR"):
+        cache_dir()

@@ -337,7 +337,7 @@ def test_the_next_prepared_layer_is_on_its_way_before_one_is_completed(converted
         ({"layer": 0, "experts": 2.0}, "experts is 2.0, but must be a whole number"),
         ({"layer": 0, "experts": ["0"]}, r"experts is \['0'\], but must be a whole number"),
         ({"layer": 0, "experts": []}, r"experts is \[\], but must be one or"),
-        ({"layer": 0, "device": None}, "device 'None' cannot be used"),
+        ({"layer": 0, "device": None}, "device is None, but must be a torch.device or its name"),
     ],
 )
 def test_what_is_no_layer_expert_or_device_is_refused_by_name(converted, arguments, message):

@@ -544,6 +544,9 @@ def test_w4a8_weights_and_scales_that_do_not_go_together_are_refused():
     ("options", "reason"),
     [
         ({"w1_scale": None}, "w1_scale is NoneType, but must be a tensor"),
+        ({"per_act_token": "False"}, "per_act_token is 'False', but must be True or False"),
+        ({"per_out_ch": 1}, "per_out_ch is 1, but must be True or False"),
+        ({"global_num_experts": 6.0}, "global_num_experts is 6.0, but there are"),
         ({"w2_scale": 0.5}, "w2_scale is float, but must be a tensor"),
         ({"a1q_scale": 1}, "a1q_scale is int, but must be a tensor"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,13 @@ def test_a_table_of_other_kernels_is_passed_over():
         lambda t: t.replace('"rows": 32', '"rows": 33'),
         lambda t: t.replace('"tokens": 9', '"tokens": "9"'),
         lambda t: t.replace('"tokens": 9', '"tokens": null'),
+        lambda t: t.replace('"rows": 32', '"rows": 32.0'),
+        lambda t: t.replace('"split13": 1', '"split13": true'),
+        lambda t: t.replace('"pair": false', '"pair": "false"'),
+        lambda t: t.replace('"gather": false', '"gather": null'),
+        lambda t: t.replace('"sms": 132', '"sms": "132"'),
+        lambda t: t.replace('"gpu": "A"', '"gpu": ["A"]'),
+        lambda t: re.sub(r'"kernel": (\d+)', r'"kernel": "\1"', t),
     ],
 )
 def test_a_broken_table_is_named(family, change):
@@ -159,6 +167,24 @@ def test_a_broken_table_is_named(family, change):
     module.forget_tables()
     with pytest.raises(MoequantError, match=rf"{family.name}_a\.json"):
         family.choose(problem(9))
+
+
+def test_tables_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    folder = tmp_path / "tunings"
+    folder.mkdir()
+    (folder / "fp8_block_a.json").mkdir()
+    with pytest.raises(MoequantError, match=r"fp8_block_a\.json is no table .*not a file"):
+        FP8.choose(problem(9))
+    module.forget_tables()
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(
+        MoequantError, match=r"cannot be listed: Permission denied; make the folder"
+    ):
+        FP8.choose(problem(9))
 
 
 @pytest.mark.parametrize(
