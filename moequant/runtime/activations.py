@@ -28,7 +28,7 @@ Kernels differ only for tiny amax: DeepGEMM's recipe raises amax to 1e-4, vLLM's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 ActivationsChoice = Literal["format", "none", "fp8_token", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8"]
 """What callers ask for; "format" stands for a scheme that weights say, "nvfp4" for one of two."""
 
+
 FP8_TENSOR: Final = "fp8_tensor"
 FP8_SCHEMES = ("fp8_group128", "fp8_token", FP8_TENSOR, "fp8_static")
 NVFP4: Final = "nvfp4"
@@ -73,6 +74,11 @@ FP4_SCHEMES = (NVFP4, NVFP4_STATIC, MXFP4)
 SCHEMES = (*FP8_SCHEMES, *GROUPS, "none")
 QUANTIZED_DTYPE = torch.float8_e4m3fn
 _FP32_SMALLEST = 2.0**-149
+
+
+def choice_of(scheme: str) -> str:
+    """What a caller asks for to get a scheme: itself, or what stands for it with such weights."""
+    return scheme if scheme in get_args(ActivationsChoice) else "format"
 
 
 @dataclass(frozen=True, kw_only=True)

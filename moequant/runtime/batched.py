@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 OVERFLOW = -2
 """Place of a token-expert pair whose expert has no place left."""
-_SHAPE = "[E, C, H]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +269,7 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Places) -> Tensor:
     Raises:
         UnsupportedError: the places are of batches of another capacity, or of another routing.
     """
-    check_argument("rows", rows, (torch.float32, torch.bfloat16), _SHAPE)
+    check_argument("rows", rows, (torch.float32, torch.bfloat16), "[E, C, H]")
     if rows.shape[1] != places.capacity:
         raise UnsupportedError(
             f"rows is {list(rows.shape)}, [E, C, H], but the places are of batches of C = "

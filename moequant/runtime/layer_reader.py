@@ -24,7 +24,7 @@ import torch
 
 from moequant.errors import SlowPathWarning, UnsupportedError
 from moequant.formats import STATIC_SCHEMES
-from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
+from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC, choice_of
 from moequant.runtime.backends import Workload
 from moequant.runtime.backends.stacked import (
     INPUT_SCALES,
@@ -283,7 +283,8 @@ class LayerReader:
         warnings.warn(
             f"{self._prepared.folder}: prepared for activations {wanted}, but loaded with {found}, "
             f"so that weights are unpacked and packed again for {chosen.name}, which takes longer; "
-            f'load with activations="{wanted}", or prepare with --activations {found}',
+            f'load with activations="{choice_of(wanted)}", or prepare with --activations '
+            f"{choice_of(found)}",
             SlowPathWarning,
             stacklevel=2,
         )

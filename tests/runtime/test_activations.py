@@ -10,7 +10,7 @@ import torch
 from moequant.errors import UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize, get_format
 from moequant.runtime import FusedExperts
-from moequant.runtime.activations import quantize_activations
+from moequant.runtime.activations import choice_of, quantize_activations
 from moequant.verification.reference import Bounded, activation, exact, project
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -250,3 +250,9 @@ def test_router_weight_on_input_comes_before_quantization(layers, format):
 def test_an_unknown_scheme_or_a_static_one_without_its_scale_is_refused(scheme, message):
     with pytest.raises(UnsupportedError, match=message):
         quantize_activations(torch.ones(2, 128), scheme)
+
+
+def test_a_scheme_is_asked_for_by_its_name_or_as_that_of_the_weights():
+    assert [choice_of(s) for s in ("none", "fp8_token", "fp8_group128", "nvfp4_static")] == [
+        "none", "fp8_token", "format", "format"
+    ]  # fmt: skip
