@@ -56,7 +56,9 @@ def check_argument(
     if tensor.dim() != len(shape.split(",")):
         raise UnsupportedError(f"{name} is {list(tensor.shape)}, but must be {shape}")
     if device is not None and tensor.device != device:
-        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
+        raise UnsupportedError(
+            f"{name} is on {tensor.device}, but the experts are on {device}; move it there"
+        )
     return tensor
 
 

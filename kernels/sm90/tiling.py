@@ -263,9 +263,10 @@ class Tilings(ABC):
             table = json.loads(_text(path))
             if table["format"] != self.name:
                 return None
-            _check_types({"sms": None, **table}, _TABLE_TYPES)
+            _check_types(table, {"kernel": (int,)})
             if table["kernel"] != self.version:
                 return None
+            _check_types({"sms": None, **table}, {"gpu": (str,), "sms": (int, NoneType)})
             rows = {
                 tuple(shape[size] for size in _SIZES): {
                     row["tokens"]: row for row in shape["tilings"]
@@ -286,7 +287,6 @@ class Tilings(ABC):
             ) from error
 
 
-_TABLE_TYPES = {"kernel": (int,), "gpu": (str,), "sms": (int, NoneType)}
 _TILING_TYPES = {
     "rows": (int,), "split13": (int,), "split2": (int,), "pair": (bool,), "gather": (bool,)
 }  # fmt: skip
@@ -347,19 +347,20 @@ def _tables(tilings: Tilings, folder: Path) -> list[_Table]:
 def _text(path: Path) -> str:
     """What a table's file holds."""
     try:
-        if not path.is_file():
-            raise ValueError("not a file")
+        if path.is_fifo():  # reading would wait for a writer
+            raise ValueError("it is a named pipe")
         return path.read_text()
     except OSError as error:
         raise MoequantError(
-            f"cannot be read: {error.strerror}; make it readable, or remove it"
+            f"cannot be read: {error.strerror}; make it a readable file, or remove it"
         ) from error
 
 
 def _check_types(found: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]]) -> None:
     for name, types in wanted.items():
         if type(found[name]) not in types:
-            raise ValueError(f"{name} is {found[name]!r}")
+            wanted_types = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(f"{name} is {found[name]!r}, but must be of type {wanted_types}")
 
 
 def _merge(tables: Iterable[_Table]) -> _TilingsBySize:

@@ -60,10 +60,12 @@ class Places:
     Attributes:
         of_pairs: [M, T] int64, e * C + i; NOWHERE for a pair without an expert here, OVERFLOW for
             one without a place left.
+        experts: E.
         capacity: C.
     """
 
     of_pairs: Tensor
+    experts: int
     capacity: int
 
 
@@ -220,7 +222,8 @@ def lay_out(
             f"{', '.join(FP8_SCHEMES)}; in batches by none, the experts do"
         )
     experts, capacity = check_count("experts", experts), check_count("capacity", capacity)
-    _check_routing(routing, x.qdata.shape[0], experts)
+    _check_routing(routing)
+    _check_routing_of(routing, x.qdata, experts)
     permutation = permute(routing, experts)
     begin, end = permutation.offsets[:-1], permutation.offsets[1:]
     here = routing.expert != NOWHERE
@@ -252,7 +255,7 @@ def lay_out(
         scale=None if x.scale is None else laid_out(x.scale),
         counts=(end - begin).clamp(max=capacity).int(),
     )
-    return tokens, Places(of_pairs=places, capacity=capacity)
+    return tokens, Places(of_pairs=places, experts=experts, capacity=capacity)
 
 
 def finalize_batched(rows: Tensor, routing: Routing, places: Places) -> Tensor:
@@ -267,13 +270,26 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Places) -> Tensor:
         [M, H] float32; NaN for a token with a pair that had no place.
 
     Raises:
-        UnsupportedError: the places are of batches of another capacity, or of another routing.
+        UnsupportedError: the places are of batches of other experts, another capacity or another
+            routing; an argument of another kind, dtype, number of dimensions or device.
     """
-    check_argument("rows", rows, (torch.float32, torch.bfloat16), "[E, C, H]")
-    if rows.shape[1] != places.capacity:
+    if not isinstance(places, Places):
         raise UnsupportedError(
-            f"rows is {list(rows.shape)}, [E, C, H], but the places are of batches of C = "
-            f"{places.capacity}; prepare the batches with capacity={rows.shape[1]}"
+            f"places is {type(places).__name__}, but must be Places; prepare_batched makes them"
+        )
+    _check_routing(routing)
+    device = places.of_pairs.device
+    check_argument("rows", rows, (torch.float32, torch.bfloat16), "[E, C, H]")
+    if rows.device != device or routing.expert.device != device:
+        raise UnsupportedError(
+            f"rows is on {rows.device}, the routing on {routing.expert.device} and the places on "
+            f"{device}; move them to one device"
+        )
+    if rows.shape[:2] != (places.experts, places.capacity):
+        raise UnsupportedError(
+            f"rows is {list(rows.shape)}, [E, C, H], but the places are of batches of E = "
+            f"{places.experts} and C = {places.capacity}; prepare the batches with "
+            f"experts={rows.shape[0]} and capacity={rows.shape[1]}"
         )
     if routing.expert.shape != places.of_pairs.shape:
         raise UnsupportedError(
@@ -284,7 +300,8 @@ def finalize_batched(rows: Tensor, routing: Routing, places: Places) -> Tensor:
     flat = rows.reshape(-1, rows.shape[2])
     result = torch.zeros(M, rows.shape[2], dtype=torch.float32, device=rows.device)
     if not flat.shape[0]:
-        return result
+        lost = (places.of_pairs == OVERFLOW).any(1, keepdim=True)
+        return result.masked_fill(lost, torch.nan)
     for t in range(T):
         place = places.of_pairs[:, t, None]
         y = flat[place.flatten().clamp(min=0)].float()
@@ -305,15 +322,24 @@ def _check_static_scale(scale: Tensor | None) -> None:
         )
 
 
-def _check_routing(routing: Routing, tokens: int, experts: int) -> None:
+def _check_routing(routing: Routing) -> None:
     if not isinstance(routing, Routing):
         raise UnsupportedError(
             f"routing is {type(routing).__name__}, but must be what "
             "moequant.runtime.routing.route returns"
         )
-    if routing.expert.shape[0] != tokens:
+
+
+def _check_routing_of(routing: Routing, tokens: Tensor, experts: int) -> None:
+    if routing.expert.device != tokens.device:
         raise UnsupportedError(
-            f"hidden has {tokens} tokens, but the routing {routing.expert.shape[0]}"
+            f"the routing is on {routing.expert.device}, but the tokens are on {tokens.device}; "
+            "move it there"
+        )
+    if routing.expert.shape[0] != tokens.shape[0]:
+        raise UnsupportedError(
+            f"the routing is of {routing.expert.shape[0]} tokens, but {tokens.shape[0]} were "
+            "given; route the same tokens"
         )
     if routing.expert.device.type == "cpu" and (routing.expert >= experts).any():
         raise UnsupportedError(

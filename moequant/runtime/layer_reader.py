@@ -248,7 +248,7 @@ class LayerReader:
         workload = self._workload(layer, format, scheme, experts=len(experts), bias=bias)
         chosen = select(workload, backend)
         if layout not in chosen.layouts:
-            self._warn_of_packing_again(layer, layout, workload, chosen)
+            self._warn_of_packing_again(layer, layout, workload, chosen, backend)
         # On the host: on the device this would wait for all that was queued before.
         check_input_scales(scales, format)
         tensors = self._room_for(file, len(experts), static=static)
@@ -268,7 +268,12 @@ class LayerReader:
         )
 
     def _warn_of_packing_again(
-        self, layer: int, layout: Layout, workload: Workload, chosen: Backend
+        self,
+        layer: int,
+        layout: Layout,
+        workload: Workload,
+        chosen: Backend,
+        backend: str | None,
     ) -> None:
         """Warn where the activations that a layer was prepared for would not have it packed again.
 
@@ -276,8 +281,10 @@ class LayerReader:
         """
         assert self._prepared is not None
         wanted, found = self._prepared.entry(layer).activations, workload.activations
+        if wanted == found:
+            return
         try:
-            select(replace(workload, activations=wanted), layout=layout)
+            select(replace(workload, activations=wanted), backend, layout=layout)
         except UnsupportedError:
             return
         warnings.warn(

@@ -86,29 +86,29 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     )
     if named is not None:
         lines = [_refusal_of(named, workload, layout, asked)]
-        others = _other_activations(named, workload, layout)
+        advised = _advised_activations(named, workload, layout)
     else:
         reasons = {b: _why_not_default(b, workload, layout) for b in backends().values()}
         lines = [f"no backend runs {asked}:"]
         lines += [f"  {b.marked_name}: {reason}" for b, reason in reasons.items()]
-        others = ["none"] if workload.activations in GROUPS else []
-    lines += [
-        f'activations="{scheme}" runs the same weights'
-        f"{' without quantized activations' if scheme == 'none' else ' by it'}; where a command "
-        f"has it, --activations {scheme}"
-        for scheme in others[:1]
-    ]
+        advised = "none" if workload.activations in GROUPS else None
+    if advised is not None:
+        quantized = " without quantized activations" if advised == "none" else ""
+        lines.append(
+            f'activations="{advised}" runs the same weights{quantized}; where a command has it, '
+            f"--activations {advised}"
+        )
     return "\n".join(lines)
 
 
-def _other_activations(backend: Backend, workload: Workload, layout: Layout | None) -> list[str]:
-    """What callers can ask for instead so that `backend` runs the weights; first "none"."""
-    others = {*get_args(ActivationsChoice)} - {"format", workload.activations}
-    return [
-        scheme
-        for scheme in sorted(others, key=lambda scheme: (scheme != "none", scheme))
-        if _why_not(backend, replace(workload, activations=scheme), layout) is None
-    ]
+def _advised_activations(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
+    """What callers can ask for instead so that `backend` runs the weights; "none" if that does."""
+    for scheme in get_args(ActivationsChoice):
+        if scheme in ("format", workload.activations):
+            continue
+        if _why_not(backend, replace(workload, activations=scheme), layout) is None:
+            return str(scheme)
+    return None
 
 
 def _refusal_of(backend: Backend, workload: Workload, layout: Layout | None, asked: str) -> str:

@@ -228,7 +228,7 @@ def cutlass_moe_w4a8_fp8(
         CheckpointError: weights or scales of another dtype, or of a shape that the weights do not
             have.
     """
-    if not _is(group_size, GROUP):
+    if not _is_one_of(group_size, GROUP):
         raise UnsupportedError(
             f"group_size is {group_size!r}, but must be {GROUP}; quantize with groups of that size"
         )
@@ -449,7 +449,7 @@ def _panels(w1: Tensor, w2: Tensor, act_fn: ActFn) -> tuple[Workload, dict[str, 
     return workload, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _is(value: object, *numbers: int) -> bool:
+def _is_one_of(value: object, *numbers: int) -> bool:
     """Whether a caller's argument is one of these whole numbers."""
     try:
         return whole_number(value) in numbers
@@ -462,7 +462,7 @@ def _check_global(global_num_experts: int, expert_map: Tensor | None, workload: 
     if expert_map is not None:
         check_expert_map(expert_map, experts=known, device=workload.device, values=False)
         known = expert_map.shape[0]
-    if not _is(global_num_experts, -1, known):
+    if not _is_one_of(global_num_experts, -1, known):
         there = f"are {known} experts" if expert_map is None else f"is an expert_map of {known}"
         raise UnsupportedError(
             f"global_num_experts is {global_num_experts!r}, but there {there}; give {known} or -1"

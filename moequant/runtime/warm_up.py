@@ -104,7 +104,8 @@ def warm_up(
 def distinct_calls(experts: FusedExperts, tokens: Iterable[int], topk: int) -> list[int]:
     """The least M of `tokens` for each set of kernels.
 
-    None where the backend compiles nothing, or does not say what: see `PackedExperts.kernels_for`.
+    An empty list where the backend compiles nothing, or does not say what it compiles: see
+    `PackedExperts.kernels_for`.
 
     Args:
         experts: on the device they will run on.

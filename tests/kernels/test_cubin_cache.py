@@ -97,13 +97,14 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_the_folder_may_begin_with_the_home_folder_and_a_user_without_one_is_told(monkeypatch):
+def test_the_folder_may_begin_with_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("MOEQUANT_CACHE_DIR", "~/kernels")
     assert cache_dir() == Path("/home/someone/kernels")
-    monkeypatch.setenv("MOEQUANT_CACHE_DIR", "")
-    assert cache_dir() == Path("/home/someone/.cache/moequant")
-    # As pathlib asks for it.
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("MOEQUANT_CACHE_DIR", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as pathlib asks for it
     with pytest.raises(MoequantError, match="this user has no home folder; set MOEQUANT_CACHE_DIR"):
         cache_dir()

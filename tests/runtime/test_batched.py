@@ -330,8 +330,16 @@ def test_experts_that_run_no_batches_say_which_backends_do(layers):
 def test_rows_of_cut_batches_are_refused_with_places_of_whole_ones():
     routing = routing_of(IDS)
     _, places = prepare_batched(torch.zeros(5, 4), routing, experts=3, capacity=5, scheme="none")
-    with pytest.raises(UnsupportedError, match=r"of C = 5; prepare the batches with capacity=3"):
+    with pytest.raises(
+        UnsupportedError, match=r"E = 3 and C = 5; prepare .* experts=3 and capacity=3"
+    ):
         finalize_batched(torch.zeros(3, 3, 4), routing, places)
+    with pytest.raises(UnsupportedError, match=r"E = 3 and C = 5; prepare .* experts=2"):
+        finalize_batched(torch.zeros(2, 5, 4), routing, places)
+    with pytest.raises(UnsupportedError, match="places is Tensor, but must be Places"):
+        finalize_batched(torch.zeros(3, 5, 4), routing, places.of_pairs)
+    lost = replace(places, of_pairs=torch.full_like(places.of_pairs, OVERFLOW), capacity=0)
+    assert finalize_batched(torch.zeros(3, 0, 4), routing, lost).isnan().all()
     other = Routing(expert=routing.expert[:2], weight=routing.weight[:2])
     with pytest.raises(UnsupportedError, match=r"of \[5, 2\] token-expert pairs, .* of \[2, 2\]"):
         finalize_batched(torch.zeros(3, 5, 4), other, places)
@@ -396,7 +404,7 @@ def static(scale):
     [
         ({"hidden": torch.zeros(5, 4).int()}, "hidden is torch.int32"),
         ({"hidden": torch.zeros(4)}, r"hidden is \[4\], but must be \[M, H\]"),
-        ({"hidden": torch.zeros(2, 4)}, "hidden has 2 tokens, but the routing 5"),
+        ({"hidden": torch.zeros(2, 4)}, "the routing is of 5 tokens, but 2 were given"),
         ({"routing": None}, "routing is NoneType, but must be what .* returns"),
         ({"experts": 2}, "has expert 2, but experts is 2"),
         ({"capacity": 6.0}, "capacity is 6.0, but must be a whole number"),

@@ -240,6 +240,9 @@ def test_a_layer_that_other_activations_would_not_pack_again_is_warned_of(conver
     told = 'prepared for activations fp8_token, but loaded with none.*activations="fp8_token"'
     with pytest.warns(SlowPathWarning, match=told):
         assert_alike(load_experts(folder, 1), wanted)
+    # Another backend was named, which packs again whatever the activations are.
+    for activations in ("fp8_token", "none"):
+        load_experts(folder, 1, backend="torch_reference", activations=activations)
 
 
 @pytest.mark.parametrize(("format", "target"), STATIC)

@@ -65,9 +65,18 @@ def test_the_activations_that_a_named_backend_takes_are_advised(monkeypatch):
     with pytest.raises(UnsupportedError) as error:
         select(replace(WORKLOAD, format="mxfp4"), "sm90_mxfp4_fp8")
     assert str(error.value).splitlines()[1:] == [
-        'activations="fp8_token" runs the same weights by it; where a command has it, '
+        'activations="fp8_token" runs the same weights; where a command has it, '
         "--activations fp8_token"
     ]
+    monkeypatch.setattr(
+        type(BACKENDS["sm90_mxfp4_fp8"]),
+        "supports",
+        lambda self, workload: "no" if workload.activations == "fp8_token" else None,
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"activations=\"none\" runs the same weights without"
+    ):
+        select(replace(WORKLOAD, format="mxfp4", activations="fp8_token"), "sm90_mxfp4_fp8")
 
 
 def test_the_reference_runs_on_cuda_only_when_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -173,7 +174,11 @@ def test_tables_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     folder = tmp_path / "tunings"
     folder.mkdir()
     (folder / "fp8_block_a.json").mkdir()
-    with pytest.raises(MoequantError, match=r"fp8_block_a\.json is no table .*not a file"):
+    with pytest.raises(MoequantError, match=r"_a\.json: cannot be read: Is a directory; make it a"):
+        FP8.choose(problem(9))
+    (folder / "fp8_block_a.json").rmdir()
+    os.mkfifo(folder / "fp8_block_a.json")
+    with pytest.raises(MoequantError, match=r"_a\.json is no table .*named pipe"):
         FP8.choose(problem(9))
     module.forget_tables()
 
