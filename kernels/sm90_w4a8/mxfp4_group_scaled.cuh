@@ -8,13 +8,13 @@ __device__ __forceinline__ float e8m0(u32 byte) {
 
 struct GroupScaled {
   Packed packed;
-  uint2 bytes;  // of the four groups of two rows
-  __device__ __forceinline__ void load(const u8* panel, int block) {
-    packed.load(panel, block);
-    bytes = packed.scale;
-    packed.scale = make_uint2(0xCCCC0000, 0xCCCC0000);  // every group is its row's largest: codes stand for code * 64
+  __device__ __forceinline__ void load(const u8* panel, int block) { packed.load(panel, block); }
+  // Every group has the exponent of a row's largest: codes stand for code * 64.
+  __device__ __forceinline__ void decode(u32 (&a)[16], int step) const {
+    packed.decode_with(a, step, magnitudes(12), magnitudes(12));
   }
-  __device__ __forceinline__ void decode(u32 (&a)[16], int step) const { packed.decode(a, step); }
   // Of group `step`, rows lane / 4 and lane / 4 + 8.
-  __device__ __forceinline__ float2 scales(int step) const { return {e8m0(bytes.x >> 8 * step & 255), e8m0(bytes.y >> 8 * step & 255)}; }
+  __device__ __forceinline__ float2 scales(int step) const {
+    return {e8m0(packed.scale.x >> 8 * step & 255), e8m0(packed.scale.y >> 8 * step & 255)};
+  }
 };

@@ -37,6 +37,7 @@ STUBS = """
 #include <cstdio>
 #include <cstring>
 #define __device__
+#define __constant__
 #define __forceinline__ inline
 typedef unsigned char u8;
 typedef unsigned u32;
@@ -109,7 +110,7 @@ def kernel(tmp_path_factory):
         pytest.skip("needs g++")
     source = config().source()
     panel = part(source, "// The 64 codes that a thread of", r"constexpr u32 W_BYTES")
-    of_gpu = part(panel, r"__device__ __forceinline__ u32 select_bytes", r"// E4M3 bits")
+    of_gpu = part(panel, r"__device__ __forceinline__ u32 select_bytes", "// Powers")
     unit = part(panel, "constexpr float CODE_UNIT", "__device__")
     code = [
         *(f"#define {name} {value}" for name, value in config().defines().items()),
