@@ -15,10 +15,11 @@ struct Work {
 // differ in cost: a tile of rows times 256 weight rows. One thread fills the ring of stages, the other warps beside it
 // gather tokens or bring scales, and two warpgroups multiply. A CTA ends when all that others of its cluster write to it
 // has arrived: what arrives at a CTA that has ended is a fault. A family has its `x_maps`, and
-//   load_weights(unit, k, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
-//   load_x(unit, x_map, k, stage, bar)       of its tokens, where they are not gathered
-//   bring_scales(unit, k_begin, k_end, ..)   one warp's, if SCALE_WARPS is 1
-//   run_unit<N>(unit, worker)                the sums of a unit of at most N rows, and its part of the output
+//   load_weights(unit, k, base, stage, rank, bar)  starts the loads of a stage's weights; `bar` expects these and x
+//   load_x(unit, x_map, k, base, stage, bar)       of its tokens, where they are not gathered
+//   bring_scales(unit, k_begin, k_end, ..)         one warp's, if SCALE_WARPS is 1
+//   run_unit<N>(unit, worker)                      the sums of a unit of at most N rows, and its part of the output
+//   end(lane)                                      what a warp that multiplies does behind its last unit
 template <class Family>
 __device__ __forceinline__ void grouped_gemm(Family& family, Work work, const Routing& routing, u8* smem) {
   constexpr int GATHER_WARPS = GATHER > 0 ? 2 : 0;

@@ -89,10 +89,6 @@ class Mxfp4GroupScaledGemmConfig(W4a8GemmConfig):
 
     path = Path(__file__).with_name("sm90_mxfp4_group_scaled_grouped_gemm.cu")
 
-    def defines(self) -> dict[str, int]:
-        """See `GemmConfig.defines`."""
-        return GemmConfig.defines(self)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class W4a8Weights(Sm90Weights):

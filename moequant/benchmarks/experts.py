@@ -349,8 +349,8 @@ def _bench_cell(
         rests=rests,
     )
     bytes_moved, flop = work_of(weights, inputs)
-    fp8 = products_of(ours.packed().workload.activations, ceilings) == "fp8"
-    floor, our_us = floor_us(bytes_moved, flop, ceilings, fp8=fp8), times[OURS].median_us
+    products = products_of(ours.packed().workload.activations, ceilings)
+    floor, our_us = floor_us(bytes_moved, flop, ceilings, products), times[OURS].median_us
     first = inputs[0]
     return {
         **describe_routing(inputs, weights.experts),
@@ -402,12 +402,14 @@ def describe_routing(inputs: Sequence[Inputs], experts: int) -> dict[str, float]
     }
 
 
-def floor_us(bytes_moved: float, flop: float, ceilings: Ceilings, *, fp8: bool) -> float:
+def floor_us(bytes_moved: float, flop: float, ceilings: Ceilings, products: str) -> float:
     """The longer of the times to move the bytes and to do the operations; without launches.
 
-    With `fp8`, the rate is that of FP8 if the GPU has it; else that of BF16.
+    `products` is what `products_of` says.
     """
-    rate = ceilings.fp8_tflops if fp8 and ceilings.fp8_tflops else ceilings.bf16_tflops
+    rates = {"fp8": ceilings.fp8_tflops, "bf16": ceilings.bf16_tflops}
+    rate = rates[products]
+    assert rate, products
     return max(bytes_moved / ceilings.read_tb_per_s, flop / rate) / 1e6
 
 

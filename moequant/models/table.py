@@ -55,11 +55,6 @@ def _expert_pattern(pattern: str) -> str:
     return pattern
 
 
-def _norm_pattern(pattern: str) -> str:
-    _named(pattern, ("layer",))
-    return pattern
-
-
 def _role_pattern(pattern: str) -> str:
     if not pattern or pattern.count("*") > _MAX_STARS:
         raise ValueError(f"{pattern!r} is empty, or has more than {_MAX_STARS} *")
@@ -85,7 +80,7 @@ _Number = Annotated[float | int, Field(gt=0, lt=1_000_000)]
 _Role = Annotated[str, Field(min_length=1), AfterValidator(_role_name)]
 _Name = Annotated[str, Field(min_length=1)]
 _Names = Annotated[list[_Name], Field(min_length=1)]
-_StackPattern = Annotated[str, AfterValidator(lambda pattern: _named(pattern, ("layer",)))]
+_LayerPattern = Annotated[str, AfterValidator(lambda pattern: _named(pattern, ("layer",)))]
 
 
 class _Sparse(_Strict):
@@ -116,10 +111,10 @@ class _ActFn(_Strict):
 
 
 class _Stacked(_Strict):
-    gate_up: _StackPattern | None = None
-    gate: _StackPattern | None = None
-    up: _StackPattern | None = None
-    down: _StackPattern
+    gate_up: _LayerPattern | None = None
+    gate: _LayerPattern | None = None
+    up: _LayerPattern | None = None
+    down: _LayerPattern
     transposed: StrictBool | list[Literal["gate_up", "gate", "up", "down"]] | None = None
     interleaved: StrictBool | None = None
     biased: StrictBool = False
@@ -143,7 +138,7 @@ class _Stacked(_Strict):
 
 
 class _ExpertNorm(_Strict):
-    name: Annotated[str, AfterValidator(_norm_pattern)]
+    name: _LayerPattern
     offset: Literal[0, 1] = 0
 
 

@@ -19,8 +19,8 @@ from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.runtime.prepared import expected
 from moequant.runtime.prepared_manifest import (
     PreparedLayer,
-    add_of_layer,
     add_originals,
+    add_tensors,
     layer_file,
 )
 from moequant.runtime.weights import ExpertWeights
@@ -230,8 +230,8 @@ class _Experts:
 
     def add_shared(self, digest: hashlib._Hash) -> None:
         """Add what tensors of all experts hold, before the weights are added."""
-        add_of_layer(digest, self._biases)
-        add_of_layer(digest, self._scales)
+        add_tensors(digest, self._biases)
+        add_tensors(digest, self._scales)
 
     def pack(self, expert: int) -> tuple[Collection[QuantizedWeight], dict[str, Tensor]]:
         """The portable weights of an expert, and its tensors."""

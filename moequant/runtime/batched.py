@@ -104,9 +104,10 @@ def check_batches(
             f'{workload.activations} take batches in {scheme}; prepare_batched(scheme="{scheme}") '
             "makes them"
         )
-    name = (names or {}).get("qdata", "qdata")
-    if check_tensor(name, tokens.qdata).dim() != 3:
-        raise UnsupportedError(f"{name} is {list(tokens.qdata.shape)}, but must be [E, C, H]")
+    called = {field: field for field in ("qdata", "scale", "counts")} | dict(names or {})
+    if check_tensor(called["qdata"], tokens.qdata).dim() != 3:
+        shape = list(tokens.qdata.shape)
+        raise UnsupportedError(f"{called['qdata']} is {shape}, but must be [E, C, H]")
     E, H, C = workload.experts, workload.hidden, tokens.qdata.shape[1]
     groups = scale_columns(tokens.scheme, H)
     needed: dict[str, tuple[tuple[torch.dtype, ...], list[int]]] = {
@@ -116,29 +117,35 @@ def check_batches(
     if groups is not None:
         needed["scale"] = (torch.float32,), [E, C, groups]
     elif tokens.scale is not None:
-        raise UnsupportedError("scale is given, but the scheme none has no scales; leave it out")
-    called = names or {}
+        raise UnsupportedError(
+            f"{called['scale']} is given, but the scheme none has no scales; leave it out"
+        )
     for field, (dtypes, shape) in needed.items():
-        name = called.get(field, field)
-        tensor: Tensor | None = getattr(tokens, field)
-        if tensor is None:
-            raise UnsupportedError(f"{name} is None, but {tokens.scheme} needs {shape}")
-        check_tensor(name, tensor)
-        if list(tensor.shape) != shape or tensor.dtype not in dtypes:
-            raise UnsupportedError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts need "
-                f"{' or '.join(map(str, dtypes))} {shape}"
-            )
-        if tensor.device != workload.device:
-            raise UnsupportedError(
-                f"{name} is on {tensor.device}, but the experts are on {workload.device}"
-            )
-    capacity = tokens.qdata.shape[1]
+        _check_field(called[field], getattr(tokens, field), dtypes, shape, workload.device)
     if tokens.counts.device.type == "cpu":
-        _check_capacity(called.get("counts", "counts"), tokens.counts, capacity)
+        _check_capacity(called["counts"], tokens.counts, C)
         return tokens
     # Reading them would synchronize with the device.
-    return replace(tokens, counts=tokens.counts.clamp(0, capacity))
+    return replace(tokens, counts=tokens.counts.clamp(0, C))
+
+
+def _check_field(
+    name: str,
+    tensor: Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    shape: list[int],
+    device: torch.device,
+) -> None:
+    if tensor is None:
+        raise UnsupportedError(f"{name} is None, but these tokens need {shape}")
+    check_tensor(name, tensor)
+    if list(tensor.shape) != shape or tensor.dtype not in dtypes:
+        raise UnsupportedError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}, but these experts need "
+            f"{' or '.join(map(str, dtypes))} {shape}"
+        )
+    if tensor.device != device:
+        raise UnsupportedError(f"{name} is on {tensor.device}, but the experts are on {device}")
 
 
 def expert_range(

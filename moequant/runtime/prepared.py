@@ -18,8 +18,8 @@ from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.runtime.backends import TARGETS, backends
 from moequant.runtime.prepared_manifest import (
     Manifest,
-    add_of_layer,
     add_originals,
+    add_tensors,
     read_manifest,
 )
 from moequant.runtime.weights import weights_without_data
@@ -287,9 +287,9 @@ class PreparedCheckpoint:
         self._check_sizes(layer)
         digest = hashlib.sha256()
         moe = self.converted.moe
-        add_of_layer(digest, self.converted.read_biases(layer) or {})
+        add_tensors(digest, self.converted.read_biases(layer) or {})
         if entry.has_input_scales:
-            add_of_layer(digest, self.converted.read_input_scales(layer, range(moe.experts)))
+            add_tensors(digest, self.converted.read_input_scales(layer, range(moe.experts)))
         for expert in range(moe.experts):
             weights = (self.converted.read_expert(layer, expert, p) for p in moe.projections)
             add_originals(digest, weights)

@@ -233,11 +233,8 @@ def how_to_prepare(folder: Path) -> str:
     )
 
 
-def add_of_layer(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
-    """Add a layer's biases, or the static scales of its activations, to its digest.
-
-    Biases come first, then scales, then weights.
-    """
+def add_tensors(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
+    """Add tensors to a layer's digest: first its biases, then static scales, then weights."""
     for tensor in tensors.values():
         digest.update(tensor_bytes(tensor.contiguous()))
 
@@ -245,5 +242,4 @@ def add_of_layer(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
 def add_originals(digest: hashlib._Hash, weights: Iterable[QuantizedWeight]) -> None:
     """Add one expert's portable gate, up and down, in this order, to a layer's digest."""
     for q in weights:
-        for tensor in q.tensors().values():
-            digest.update(tensor_bytes(tensor.contiguous()))
+        add_tensors(digest, q.tensors())

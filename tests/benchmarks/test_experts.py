@@ -80,11 +80,9 @@ def test_ids_of_minus_one_move_no_weights_and_have_no_products():
 
 
 def test_the_floor_is_the_longer_of_bytes_and_products():
-    assert floor_us(8e6, 1e9, CEILINGS, fp8=True) == pytest.approx(2.0)
-    assert floor_us(8e6, 1e10, CEILINGS, fp8=True) == pytest.approx(10.0)
-    assert floor_us(8e6, 1e10, CEILINGS, fp8=False) == pytest.approx(20.0)
-    without = Ceilings(read_tb_per_s=4.0, fp8_tflops=None, bf16_tflops=500.0)
-    assert floor_us(8e6, 1e10, without, fp8=True) == pytest.approx(20.0)
+    assert floor_us(8e6, 1e9, CEILINGS, "fp8") == pytest.approx(2.0)
+    assert floor_us(8e6, 1e10, CEILINGS, "fp8") == pytest.approx(10.0)
+    assert floor_us(8e6, 1e10, CEILINGS, "bf16") == pytest.approx(20.0)
 
 
 def test_floors_have_the_rate_of_fp8_where_activations_are_quantized_and_the_gpu_has_it():

@@ -63,7 +63,7 @@ class Engine:
 
     `others` names the schemes that it takes beside `scheme`, as its refusals do. `kind` is the
     routing of calls that a test does not choose, see `inputs`. `outlier` bounds the largest error
-    of an element, as a share of the largest element; None where it is not derived.
+    of an element, as a share of the largest element; None where it is not checked.
     """
 
     name: str

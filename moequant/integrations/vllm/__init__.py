@@ -8,6 +8,7 @@ experts are given to `FusedExperts`.
     checkpoints.py  vLLM's configs of checkpoints, with routed experts taken out
     scheme.py       how a layer's experts are stored, by moequant's dialects
     options.py      what a user chooses with `--additional-config`
+    all_to_all.py   tokens of other ranks, as vLLM's all-to-all brings them
     refusals.py     what is not served
     activation.py   vLLM's activation functions as ours
     stored.py       the parameters that vLLM's loader fills, and what makes weights of them

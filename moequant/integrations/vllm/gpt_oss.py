@@ -18,7 +18,7 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
-from moequant.integrations.vllm.loading import check_dtype
+from moequant.integrations.vllm.loading import as_dtype
 from moequant.integrations.vllm.stored import StoredExperts
 from moequant.runtime import ExpertWeights
 
@@ -88,7 +88,7 @@ class GptOssExperts(StoredExperts):
                     "gpt-oss the experts of a layer are one tensor; load the checkpoint from its "
                     "files"
                 )
-            tensor = check_dtype(weight_name, loaded_weight, dtype)
+            tensor = as_dtype(weight_name, loaded_weight, dtype)
             done = weight_loader(
                 param, tensor, weight_name, shard_id, expert_id, return_success=return_success
             )

@@ -35,15 +35,11 @@ def as_stored(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
             f"{name}: shape {list(tensor.shape)}, but by config.json it must be "
             f"{list(spec.shape)}; fetch or convert the checkpoint again"
         )
-    return _as_dtype(name, tensor, spec.dtype).reshape(spec.shape)
+    return as_dtype(name, tensor, spec.dtype).reshape(spec.shape)
 
 
-def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `as_stored`, for a tensor of which the model has already cut this rank's part."""
-    return _as_dtype(name, tensor, dtype)
-
-
-def _as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `as_stored`, of any shape: the model may have cut this rank's part already."""
     if tensor.dtype == dtype:
         return tensor
     if tensor.dtype in _BYTES and dtype in _BYTES:

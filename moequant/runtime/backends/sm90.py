@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,6 +50,17 @@ def weights_of_panels(
     }
     biases = unstack_biases(tensors, I, gated=gated)
     return ExpertWeights.of(parts, workload.act_fn, **biases, **input_scales_in(tensors))
+
+
+def common_fields(tensors: Mapping[str, Tensor], workload: Workload) -> dict[str, Any]:
+    """The fields that `Sm90Weights` of every family have, by the names of its constructor."""
+    return {
+        "hidden": workload.hidden,
+        "intermediate": workload.intermediate,
+        "bias13": tensors.get("w13_bias"),
+        "bias2": tensors.get("w2_bias"),
+        "act_fn": workload.act_fn,
+    }
 
 
 class Sm90Experts(PackedExperts):

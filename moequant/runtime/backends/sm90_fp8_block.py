@@ -11,7 +11,7 @@ from moequant.runtime.backends.capability import (
     why_not_multiples,
     why_not_sm90_nvrtc,
 )
-from moequant.runtime.backends.sm90 import Sm90Experts
+from moequant.runtime.backends.sm90 import Sm90Experts, common_fields
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -52,11 +52,7 @@ class Sm90Fp8Block(Backend):
             w13_scale=tensors["w13_scale"],
             w2=tensors["w2_qdata"],
             w2_scale=tensors["w2_scale"],
-            hidden=workload.hidden,
-            intermediate=workload.intermediate,
-            bias13=tensors.get("w13_bias"),
-            bias2=tensors.get("w2_bias"),
-            act_fn=workload.act_fn,
+            **common_fields(tensors, workload),
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 

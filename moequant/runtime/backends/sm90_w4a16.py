@@ -9,7 +9,7 @@ from moequant.kernels.sm90_w4a16 import layout
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
-from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
+from moequant.runtime.backends.sm90 import Sm90Experts, common_fields, weights_of_panels
 from moequant.runtime.backends.stacked import name_input_scales, stack_biases
 
 if TYPE_CHECKING:
@@ -101,11 +101,7 @@ class Sm90W4a16(Backend):
             w13_factor=tensors["w13_factor"],
             w2=tensors["w2_panels"],
             w2_factor=tensors["w2_factor"],
-            hidden=workload.hidden,
-            intermediate=workload.intermediate,
-            bias13=tensors.get("w13_bias"),
-            bias2=tensors.get("w2_bias"),
-            act_fn=workload.act_fn,
+            **common_fields(tensors, workload),
         )
         return W4a16Experts(self, tensors, workload=workload, kernel_weights=weights)
 

@@ -9,7 +9,7 @@ from moequant.kernels.sm90_w4a8 import int4_layout, mxfp4_group_scaled_layout, m
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import why_not_kernels_for, why_not_sm90_nvrtc
 from moequant.runtime.backends.layout import Layout
-from moequant.runtime.backends.sm90 import Sm90Experts, weights_of_panels
+from moequant.runtime.backends.sm90 import Sm90Experts, common_fields, weights_of_panels
 from moequant.runtime.backends.stacked import stack_biases
 
 if TYPE_CHECKING:
@@ -158,11 +158,7 @@ class Sm90W4a8(Backend):
         weights = kernels[layout](
             w13=w13,
             w2=w2,
-            hidden=workload.hidden,
-            intermediate=workload.intermediate,
-            bias13=tensors.get("w13_bias"),
-            bias2=tensors.get("w2_bias"),
-            act_fn=workload.act_fn,
+            **common_fields(tensors, workload),
         )
         return Sm90Experts(self, tensors, workload=workload, kernel_weights=weights)
 
