@@ -124,6 +124,21 @@ def test_a_token_may_name_an_expert_twice_outside_of_a_capture(layers):
     assert torch.equal(FusedExperts(layer.weights, backend="naive_batched")(*layer.call), want)
 
 
+def test_a_token_may_name_an_expert_twice_within_a_capture(layers, request):
+    layer = layers.make(M=9)
+    layer.ids[:] = 2
+    layer.ids[4:, 0] = 1
+    layer.ids[7, :] = -1
+    module = FusedExperts(layer.weights, backend="naive_batched", activations="none")
+    want = module(*layer.call)
+    request.getfixturevalue("captured")
+    got = module(*layer.call)
+    assert (got[7] == 0).all()
+    # As above. And weights are added before they are multiplied: of the magnitudes of the three
+    # terms, which add up to less than twice the norm, three roundings on either side.
+    assert (got - want).norm() <= (3 * 16 + 2 * 6) * 2.0**-24 * want.norm()
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_capture_refuses_the_first_call_of_what_compiles(layers, request, compiles, monkeypatch):
     monkeypatch.setattr(NaiveBatchedExperts, "compiles", compiles)
