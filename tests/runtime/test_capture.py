@@ -6,7 +6,7 @@ meta device, which holds none, whatever reads one fails. A GPU captures.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -19,9 +19,30 @@ from moequant.runtime import FusedExperts, experts, pack_experts
 from moequant.runtime.backends import naive_batched, routed, torch_reference
 from moequant.runtime.backends.naive_batched import NaiveBatchedExperts
 from moequant.runtime.call import run_experts
+from moequant.runtime.capture import capturing
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_stream_of_the_device_is_asked_and_not_that_of_the_current_one(monkeypatch, current):
+    devices = [current]
+
+    @contextmanager
+    def device(other):
+        devices.append(other.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    assert capturing(torch.device("cuda:1"))
+    assert not capturing(torch.device("cuda:0"))
+    assert capturing(torch.device("cuda")) == (current == 1)
+    assert not capturing(torch.device("cpu"))
+    assert devices == [current]
 
 
 @pytest.fixture
