@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError, SlowPathWarning
+from moequant.kernels.shared_files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:
     if cubin is None:
         cubin = compile()
         try:
-            _store(path, cubin)
+            write_whole(path, cubin + hashlib.sha256(cubin).digest())
         except OSError as error:
             _warn(path.parent, error)
     return cubin
@@ -70,20 +70,6 @@ def _read(path: Path) -> bytes | None:
         return None
     cubin, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
-
-
-def _store(path: Path, cubin: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile, which hides its files from other users, such as a server's. Random, because
-    # processes of several containers may share the folder and their numbers.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with partial.open("xb") as file:
-            file.write(cubin + hashlib.sha256(cubin).digest())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _warn(folder: Path, error: OSError) -> None:

@@ -21,7 +21,6 @@ another GPU with the same number of SMs; else the formula's.
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moequant.errors import MoequantError
 from moequant.kernels.cubin_cache import cache_dir
 from moequant.kernels.routing import likely_tile_rows
+from moequant.kernels.shared_files import changing, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -205,7 +205,7 @@ class Tilings(ABC):
         """Write the fastest tiling of a problem into a table, beside what it has of others.
 
         A table that cannot be read, or is of other kernels or another GPU or part of one, is
-        replaced.
+        replaced. Processes that write into one table at once wait for each other.
 
         Args:
             problem: what was measured.
@@ -215,15 +215,29 @@ class Tilings(ABC):
 
         Returns:
             Where it is.
+
+        Raises:
+            OSError: it cannot be written.
         """
         path = path or self.user_table(problem.gpu)
-        shapes: _RowsBySize = {}
+        row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
+        with changing(path):
+            shapes = self._rows_to_keep(path, problem)
+            shapes.setdefault(problem.sizes, {})[problem.tokens] = row
+            write_whole(path, self._document(problem, shapes).encode())
+        forget_tables()
+        return path
+
+    def _rows_to_keep(self, path: Path, problem: TuningProblem) -> _RowsBySize:
+        """Those of the table at `path`, unless it is broken or of other kernels or another GPU."""
         with suppress(MoequantError):
             table = self._read(path) if path.exists() else None
             if table and table.is_of(problem.gpu, problem.sms):
-                shapes = table.rows
-        row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
-        shapes.setdefault(problem.sizes, {})[problem.tokens] = row
+                return table.rows
+        return {}
+
+    def _document(self, problem: TuningProblem, shapes: _RowsBySize) -> str:
+        """What a table with these rows holds."""
         document = {
             "format": self.name,
             "kernel": self.version,
@@ -237,12 +251,7 @@ class Tilings(ABC):
                 for sizes, rows in shapes.items()
             ],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(document, indent=1) + "\n")
-        unfinished.replace(path)
-        forget_tables()
-        return path
+        return json.dumps(document, indent=1) + "\n"
 
     def user_table(self, gpu: str) -> Path:
         """Where this user's table for a GPU of that name is, or would be."""

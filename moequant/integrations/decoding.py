@@ -17,6 +17,8 @@ Decisions, each with the failure it prevents:
 * Every call returns copies of the graph's outputs. `generate` may collect them over steps, and the
   next replay overwrites the originals.
 * A graph lives as long as its cache. Otherwise each call of `generate` would leak one.
+* Graphs do not hold the experts that they read. Otherwise weights that were moved off a device
+  would stay there as long as a cache.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
 
     from transformers import Cache, PreTrainedModel
+
+    from moequant.runtime.backends import PackedExperts
 
 Decoding = Literal["torch_compile", "cuda_graphs", "static_cache", "dynamic_cache"]
 """How a model decodes over a static cache: by torch.compile, in graphs, or by neither; or without
@@ -134,7 +138,8 @@ def use_static_cache(model: PreTrainedModel) -> None:
     `generate` then allocates the cache for as many tokens as it may return, unless it is given one
     as `cache`, before transformers 5.24 `past_key_values`, with `cache_implementation=None`. Its
     `disable_compile=True` decodes without graphs, and `compile_config` by torch.compile instead.
-    Where weights were moved or replaced, graphs are captured again.
+    Where weights were moved or replaced before a call, or experts were written to or given other
+    choices, graphs are captured again.
 
     Args:
         model: a model on one device.
@@ -169,7 +174,7 @@ class Decoder:
         # The model holds this; a cycle would keep its weights until the garbage collector runs.
         self._model = ref(model)
         self._steps: WeakKeyDictionary[Cache, _Steps] = WeakKeyDictionary()
-        self._addresses: tuple[int, ...] = ()
+        self._read: _Read | None = None
 
     def compiled_call(self, compile_config: object) -> Callable[..., Any]:
         """Instead of `PreTrainedModel.get_compiled_call`: one call of `generate` calls it once."""
@@ -177,10 +182,10 @@ class Decoder:
         if compile_config is not None:
             call: Callable[..., Any] = type(model).get_compiled_call(model, compile_config)
             return call
-        addresses = _addresses(model)
-        if addresses != self._addresses:
+        read = _Read(model)
+        if self._read is None or not read.is_as_before(self._read):
             self._steps.clear()
-            self._addresses = addresses
+            self._read = read
         return _Call(model, self._steps)
 
     def prepare_static_cache(
@@ -367,11 +372,39 @@ def check_capturable(model: PreTrainedModel) -> None:
             )
 
 
-def _addresses(model: PreTrainedModel) -> tuple[int, ...]:
-    """Where the weights are: a graph reads them there."""
-    return tuple(
-        tensor.data_ptr() for part in (model.parameters(), model.buffers()) for tensor in part
-    )
+class _Read:
+    """What graphs of a model read: its weights where they are, and its experts as they are run.
+
+    Of the experts, what their backend made and how many tokens they run at once. Other choices and
+    writes to them make their backend make it anew, which frees what it computed from the old ones.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._packed: list[ref[PackedExperts]] = []
+        self._max_tokens: list[int] = []
+        self._addresses: list[int] = []
+        for module in model.modules():
+            if isinstance(module, FusedExperts):
+                # Before addresses, because it may replace buffers.
+                self._packed.append(ref(module.packed()))
+                self._max_tokens.append(module.max_tokens)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._addresses.append(tensor.data_ptr())
+
+    def is_as_before(self, before: _Read) -> bool:
+        """Whether graphs that were captured over `before` still hold; this was read just now."""
+        return (
+            self._addresses == before._addresses
+            and self._max_tokens == before._max_tokens
+            and all(map(_are_one, self._packed, before._packed))
+        )
+
+
+def _are_one(new: ref[PackedExperts], old: ref[PackedExperts]) -> bool:
+    """Whether both refer to one object, which is there."""
+    packed = new()
+    return packed is not None and packed is old()
 
 
 def _kind_of(value: Any, name: str = "inputs") -> Hashable:

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 def capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` is being captured, so that nothing may be read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()  # a guard would take the host longer
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -101,6 +101,21 @@ def route(
     return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
 
 
+def merge_repeats(routing: Routing) -> Routing:
+    """The same with each expert of a token in one pair, the first, which has all its weights.
+
+    Other pairs of that expert are NOWHERE. A routing without repeats stays as it is. Nothing waits
+    for the device.
+    """
+    same = routing.expert[:, :, None] == routing.expert[:, None, :]
+    repeats = same.tril(-1).any(2)
+    weight = torch.where(same, routing.weight[:, None, :], 0.0).sum(2)
+    return Routing(
+        expert=routing.expert.masked_fill(repeats, NOWHERE),
+        weight=weight.masked_fill(repeats, 0.0),
+    )
+
+
 def weight_input(
     hidden_states: Tensor, hidden_scale: Tensor | None, topk_weights: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -234,7 +234,7 @@ def test_by_default_every_format_with_tilings_is_tuned_into_a_table_of_its_own(f
     assert result["refusals"] == {"odd, w4a8": "K is no multiple of 128"}
     folder = tmp_path / "cache" / "tunings"
     assert result["tables"] == {name: str(folder / f"{name}_a_gpu.json") for name in FAMILIES}
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.glob("*.json")) == [
         "fp8_block_a_gpu.json",
         "w4a8_a_gpu.json",
     ]

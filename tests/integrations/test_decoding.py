@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -180,6 +181,45 @@ def test_moved_weights_are_captured_again(converted, prompt, graphs):
     cache.reset()
     assert torch.equal(model.generate(prompt, **own, **GREEDY), first)
     assert len(graphs) == 2
+
+
+CHANGES = {
+    "activations": lambda fused: setattr(fused, "activations", "fp8_token"),
+    "backend": lambda fused: setattr(fused, "backend", "naive_batched"),
+    "max_tokens": lambda fused: setattr(fused, "max_tokens", 2),
+    "written": lambda fused: fused.w13_scale.copy_(fused.w13_scale.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_that_run_in_another_way_are_captured_again(converted, prompt, graphs, change):
+    model = with_graphs(load(converted("mixtral", "mxfp4")))
+    cache = static_cache(model, 30)
+    own = {cache_argument(): cache, "cache_implementation": None, "eos_token_id": None}
+    model.generate(prompt, **own, **GREEDY)
+    fused = model.model.layers[1].mlp.experts.fused
+    before = weakref.ref(fused.packed())
+    CHANGES[change](fused)
+    cache.reset()
+    found = model.generate(prompt, **own, **GREEDY)
+    assert torch.equal(found, model.generate(prompt, disable_compile=True, **GREEDY))
+    assert [len(replays) for replays in graphs] == [8, 8]
+    # What was captured holds nothing that was replaced.
+    assert (before() is None) == (change in ("written", "backend"))
+    cache.reset()
+    model.generate(prompt, **own, **GREEDY)
+    assert [len(replays) for replays in graphs] == [8, 17]
+
+
+def test_a_cache_does_not_keep_experts_that_were_moved_away(converted, prompt, graphs):
+    model = with_graphs(load(converted("mixtral", "mxfp4")))
+    cache = static_cache(model, 30)
+    model.generate(prompt, **{cache_argument(): cache}, cache_implementation=None, **GREEDY)
+    fused = model.model.layers[0].mlp.experts.fused
+    before = weakref.ref(fused.packed())
+    model.to("meta")
+    assert before() is None
+    assert decoder_of(model)._steps
 
 
 def test_the_cache_is_given_by_the_name_that_this_transformers_has(converted, prompt, graphs):

@@ -6,7 +6,7 @@ meta device, which holds none, whatever reads one fails. A GPU captures.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -19,9 +19,30 @@ from moequant.runtime import FusedExperts, experts, pack_experts
 from moequant.runtime.backends import naive_batched, routed, torch_reference
 from moequant.runtime.backends.naive_batched import NaiveBatchedExperts
 from moequant.runtime.call import run_experts
+from moequant.runtime.capture import capturing
 
 ANYWHERE = ["torch_reference", "naive_batched"]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_stream_of_the_device_is_asked_and_not_that_of_the_current_one(monkeypatch, current):
+    devices = [current]
+
+    @contextmanager
+    def device(other):
+        devices.append(other.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    assert capturing(torch.device("cuda:1"))
+    assert not capturing(torch.device("cuda:0"))
+    assert capturing(torch.device("cuda")) == (current == 1)
+    assert not capturing(torch.device("cpu"))
+    assert devices == [current]
 
 
 @pytest.fixture
@@ -122,6 +143,21 @@ def test_a_token_may_name_an_expert_twice_outside_of_a_capture(layers):
     layer.ids[:] = 2
     want = FusedExperts(layer.weights, backend="torch_reference")(*layer.call)
     assert torch.equal(FusedExperts(layer.weights, backend="naive_batched")(*layer.call), want)
+
+
+def test_a_token_may_name_an_expert_twice_within_a_capture(layers, request):
+    layer = layers.make(M=9)
+    layer.ids[:] = 2
+    layer.ids[4:, 0] = 1
+    layer.ids[7, :] = -1
+    module = FusedExperts(layer.weights, backend="naive_batched", activations="none")
+    want = module(*layer.call)
+    request.getfixturevalue("captured")
+    got = module(*layer.call)
+    assert (got[7] == 0).all()
+    # As above. And weights are added before they are multiplied: of the magnitudes of the three
+    # terms, which add up to less than twice the norm, three roundings on either side.
+    assert (got - want).norm() <= (3 * 16 + 2 * 6) * 2.0**-24 * want.norm()
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -92,12 +92,13 @@ class _OwnExperts:
             )
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
-        check_served(prefix, layer, vllm_config)
+        options = read_options(vllm_config.additional_config)
+        check_served(prefix, layer, vllm_config, activations=options.activations)
         return MoequantMoEMethod(
             prefix,
             layer.moe_config,
             scheme=scheme,
-            options=read_options(vllm_config.additional_config),
+            options=options,
             dummy=vllm_config.load_config.load_format == "dummy",
         )
 

@@ -29,7 +29,6 @@ from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
 from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
 from moequant.integrations.vllm.refusals import (
-    check_batches,
     check_biases,
     check_blocks,
     check_hidden,
@@ -288,9 +287,6 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.scheme.choose(asked),
             static=self.scheme.uses_input_scales(asked),
         )
-        if self._in_batches:
-            backend = self.moe.moe_parallel_config.all2all_backend
-            check_batches(self.name, activations, backend)
         workload = Workload(
             format=self.scheme.format,
             activations=activations,

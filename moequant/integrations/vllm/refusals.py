@@ -10,6 +10,7 @@ from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.formats.base import WHOLE
 from moequant.integrations.vllm.name import NAME
+from moequant.integrations.vllm.versions import pads_sequences
 from moequant.runtime.activations import FP8_TENSOR
 
 if TYPE_CHECKING:
@@ -23,20 +24,26 @@ kernel of vLLM's, and adds and scatters what the ranks return."""
 _SENDING = ("deepep_high_throughput", "deepep_low_latency")
 """With these, tokens are sent to the ranks of their experts: as rows, and in batches."""
 _WITHOUT = f"or start without --quantization {NAME}"
+_OTHER_ACTIVATIONS = (
+    'or choose others, such as --additional-config \'{"moequant": {"activations": "fp8_token"}}\''
+)
 
 
-def check_served(name: str, layer: Any, vllm_config: Any) -> None:
+def check_served(name: str, layer: Any, vllm_config: Any, *, activations: str) -> None:
     """Check that a layer of routed experts and vLLM's settings are served.
 
     Args:
         name: of the layer.
         layer: a `RoutedExperts` of vLLM, of which `moe_config` is set.
         vllm_config: vLLM's `VllmConfig`.
+        activations: the user's choice.
 
     Raises:
         UnsupportedError: they are not; says all that is in the way.
     """
     found = [*_of_parallelism(layer), *_of_settings(layer, vllm_config)]
+    if activations == FP8_TENSOR:
+        found += _of_padding(layer, vllm_config)
     if found:
         raise UnsupportedError(f"{name}: --quantization {NAME} does not serve {'; '.join(found)}")
 
@@ -90,6 +97,32 @@ def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
         yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
 
 
+def _of_padding(layer: Any, vllm_config: Any) -> Iterator[str]:
+    """What gives experts rows that hold no token of a request, which one scale of all would cover.
+
+    They hold whatever was in memory, so that results would depend on it, and be NaN by one NaN.
+    """
+    ranks = layer.moe_config.moe_parallel_config.dp_size
+    mode = vllm_config.compilation_config.cudagraph_mode.name
+    what = f"activations {FP8_TENSOR}, one scale for all rows of a step, with"
+    if mode != "NONE":
+        yield (
+            f"{what} CUDA graphs (cudagraph_mode {mode}), which pad steps to sizes that were "
+            f"captured: start with --enforce-eager, {_OTHER_ACTIVATIONS}"
+        )
+    if ranks > 1:
+        yield (
+            f"{what} data parallel {ranks}, whose ranks pad steps, and run steps without a request "
+            f"while others have some: leave --data-parallel-size out, {_OTHER_ACTIVATIONS}"
+        )
+    if pads_sequences(vllm_config):
+        yield (
+            f"{what} sequence parallelism, which pads steps to multiples of tensor parallel "
+            f"{vllm_config.parallel_config.tensor_parallel_size}: leave enable_sp out of "
+            f"--compilation-config, {_OTHER_ACTIVATIONS}"
+        )
+
+
 def check_hidden(name: str, hidden: int, needed: int, backend: str) -> None:
     """Check that tokens can be sent with as many columns as they have.
 
@@ -101,21 +134,6 @@ def check_hidden(name: str, hidden: int, needed: int, backend: str) -> None:
             f"{name}: --all2all-backend {backend} sends tokens of {needed} columns and not of "
             f"{hidden}, and --quantization {NAME} does not pad them; leave --all2all-backend out, "
             f"or name {_GATHERING}, {_WITHOUT}"
-        )
-
-
-def check_batches(name: str, activations: str, backend: str) -> None:
-    """Check that activations do not depend on places of batches that hold no token.
-
-    Raises:
-        UnsupportedError: they have one scale for all tokens.
-    """
-    if activations == FP8_TENSOR:
-        raise UnsupportedError(
-            f"{name}: activations {activations} have one scale for all tokens, but "
-            f"--all2all-backend {backend} sends batches, some places of which hold none; choose "
-            'others with --additional-config \'{"moequant": {"activations": NAME}}\', or another '
-            f"all-to-all: {_GATHERING}, {_SENDING[0]}"
         )
 
 

@@ -5,6 +5,7 @@
 | kept modules of an FP8 config | by whole names | as a field of the config says |
 | a scheme of compressed-tensors | of gate_proj and so on | by the model's own names |
 | numbers of an activation function | a limit | also those of swigluoai and situ |
+| tokens of a step, with `enable_sp` | padded to multiples of the ranks | there is none |
 | a layer of routed experts | `FusedMoE`, alias `RoutedExperts` | `RoutedExperts` |
 
 The last line needs nothing: the plug-in takes whatever is called `RoutedExperts`, and both have the
@@ -67,6 +68,14 @@ def projections(layer: Any) -> list[str]:
 def activation_numbers(moe: Any) -> dict[str, float | None]:
     """The numbers of a layer's activation function that its `FusedMoEConfig` has, by field."""
     return {name: getattr(moe, name) for name in _ACTIVATION_NUMBERS[_version()]}
+
+
+def pads_sequences(vllm_config: Any) -> bool:
+    """Whether steps are padded for sequence parallelism, without CUDA graphs too."""
+    if _version() != _OLDER:
+        return False
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return ranks > 1 and bool(vllm_config.compilation_config.pass_config.enable_sp)
 
 
 def _version() -> str:

@@ -14,7 +14,7 @@ from moequant.runtime.activations import (
 from moequant.runtime.backends.base import PackedExperts
 from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
 from moequant.runtime.capture import capturing, plain_mode
-from moequant.runtime.routing import permute, reduce, route
+from moequant.runtime.routing import merge_repeats, permute, reduce, route
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -126,8 +126,10 @@ class BatchedExperts(_RoutedExperts):
 
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
         M, E = routing.expert.shape[0], self.workload.experts
-        capacity = M
-        if not capturing(routing.expert.device):
+        if capturing(routing.expert.device):
+            # So that M places are enough.
+            routing, capacity = merge_repeats(routing), M
+        else:
             # `route` has waited for the device already. In 64s, the rows of the largest tile, so
             # that a call before a capture compiles the kernels that the captured one runs.
             largest = largest_batch(routing, E)

@@ -92,16 +92,21 @@ class Engine:
         """A layer of 4 experts, top 2, H 256, I 256, or as `arguments` say, without weights.
 
         Among them `tp` and `ep`: how many ranks share experts, or have some each, and which this
-        is.
+        is; and `cudagraph_mode`, the name of one.
         """
         return self._layer_of(self._runner(quantization_config, **arguments))
 
-    def _runner(self, quantization_config, *, tp=(1, 0), ep=(1, 0), options=None, **arguments):
+    def _runner(
+        self, quantization_config, *, tp=(1, 0), ep=(1, 0), options=None, cudagraph_mode="NONE",
+        **arguments,
+    ):  # fmt: skip
         """What vLLM calls to route tokens and run a layer; in vLLM 0.22.1 it is the layer."""
         from vllm.model_executor.layers import fused_moe
 
         make = getattr(fused_moe, "FusedMoE" if self.version == "0.22.1" else "FusedMoEFactory")
-        with self.settings(tp, ep, options):
+        with self.settings(tp, ep, options) as settings:
+            compilation = settings.compilation_config
+            compilation.cudagraph_mode = type(compilation.cudagraph_mode)[cudagraph_mode]
             sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
             return make(
                 **{**sizes, **arguments},
@@ -167,6 +172,11 @@ class StandIns(Engine):
             lora_config=None,
             kernel_config=SimpleNamespace(moe_backend="auto"),
             model_config=None,
+            compilation_config=SimpleNamespace(
+                cudagraph_mode=self.module.CUDAGraphMode.NONE,
+                pass_config=SimpleNamespace(enable_sp=False),
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=tp[0]),
             offload_config=SimpleNamespace(
                 uva=SimpleNamespace(cpu_offload_gb=0),
                 prefetch=SimpleNamespace(offload_group_size=0),

@@ -46,6 +46,12 @@ def _once(logger, message, *args):
         logger.info(message, *args)
 
 
+# vllm.config.compilation
+class CUDAGraphMode(Enum):
+    NONE = 0
+    FULL = 2
+
+
 # vllm.model_executor.layers.quantization
 def register_quantization_config(quantization):
     def wrapper(quant_config_cls):

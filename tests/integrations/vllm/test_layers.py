@@ -208,8 +208,9 @@ def test_options_choose_backend_and_activations(engine, converted):
     assert experts.packed().workload.activations == "fp8_token"
 
 
-def test_the_backend_is_logged_once_for_equal_layers(engine, converted, caplog):
-    from moequant.integrations.vllm.method import logger
+def test_the_backend_is_logged_once_for_equal_layers(engine, converted):
+    # The last module to make the logger, which sets its functions anew.
+    from moequant.integrations.vllm.checkpoints import logger
 
     path = converted("nvfp4", "modelopt")
     said = []

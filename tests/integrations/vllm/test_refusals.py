@@ -31,7 +31,11 @@ def settings(**changed):
         ),
     )
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(use_ubatching=False),
+        parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=2),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
+            pass_config=SimpleNamespace(enable_sp=False),
+        ),
         model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
@@ -44,6 +48,12 @@ def settings(**changed):
             target = getattr(target, step)
         setattr(target, field, value)
     return layer, config
+
+
+def check(given, activations="format"):
+    from moequant.integrations.vllm.refusals import check_served
+
+    check_served(NAME, *given, activations=activations)
 
 
 PARALLEL = "layer__moe_config__moe_parallel_config__"
@@ -61,9 +71,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_served_is_not_refused(engine, ranks):
-    from moequant.integrations.vllm.refusals import check_served
-
-    check_served(NAME, *settings(**{f"{PARALLEL}dp_size": ranks}))
+    check(settings(**{f"{PARALLEL}dp_size": ranks}))
 
 
 def data_parallel(backend, *, experts, **changed):
@@ -73,22 +81,18 @@ def data_parallel(backend, *, experts, **changed):
 
 
 def test_tokens_may_be_sent_to_the_ranks_of_their_experts(engine):
-    from moequant.integrations.vllm.refusals import check_served
-
     for backend in ("deepep_high_throughput", "deepep_low_latency"):
-        check_served(NAME, *data_parallel(backend, experts=True))
+        check(data_parallel(backend, experts=True))
 
 
 @pytest.mark.parametrize(
     ("backend", "experts"), [("deepep_low_latency", False), ("nixl_ep", True), ("nixl_ep", False)]
 )
 def test_another_all_to_all_is_refused(engine, backend, experts):
-    from moequant.integrations.vllm.refusals import check_served
-
     one_rank = settings(**{f"{PARALLEL}all2all_backend": backend})
-    check_served(NAME, *one_rank)  # nothing is sent
+    check(one_rank)  # nothing is sent
     with pytest.raises(UnsupportedError, match=f"data parallel 2 with --all2all-backend {backend}"):
-        check_served(NAME, *data_parallel(backend, experts=experts))
+        check(data_parallel(backend, experts=experts))
 
 
 @pytest.mark.parametrize(
@@ -99,19 +103,57 @@ def test_another_all_to_all_is_refused(engine, backend, experts):
     ],
 )
 def test_what_deepep_does_not_leave_as_it_is_is_refused(engine, changed, says):
-    from moequant.integrations.vllm.refusals import check_served
-
-    check_served(NAME, *settings(**changed))  # nothing is sent
+    check(settings(**changed))  # nothing is sent
     with pytest.raises(UnsupportedError, match=says):
-        check_served(NAME, *data_parallel("deepep_low_latency", experts=True, **changed))
+        check(data_parallel("deepep_low_latency", experts=True, **changed))
 
 
-def test_batches_do_not_share_one_scale_of_all_tokens(engine):
-    from moequant.integrations.vllm.refusals import check_batches
+GRAPHS = "config__compilation_config__cudagraph_mode__name"
+SEQUENCES = "config__compilation_config__pass_config__enable_sp"
+PADDED = {
+    "graphs": ({GRAPHS: "FULL_AND_PIECEWISE"}, r"\(cudagraph_mode FULL_AND_.*--enforce-eager, or"),
+    "ranks": ({f"{PARALLEL}dp_size": 2}, "data parallel 2, .*leave --data-parallel-size out, or"),
+    "batches": (
+        {
+            f"{PARALLEL}dp_size": 4,
+            f"{PARALLEL}all2all_backend": "deepep_low_latency",
+            f"{PARALLEL}use_all2all_kernels": True,
+        },
+        "data parallel 4",
+    ),
+}
 
-    check_batches(NAME, "fp8_token", "deepep_low_latency")
-    with pytest.raises(UnsupportedError, match=r"activations fp8_tensor .* deepep_low_latency"):
-        check_batches(NAME, "fp8_tensor", "deepep_low_latency")
+
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_does_not_share_one_scale_with_tokens(engine, case):
+    changed, says = PADDED[case]
+    given = settings(**{GRAPHS: "NONE", **changed})
+    check(given, activations="fp8_token")
+    with pytest.raises(UnsupportedError, match=f'fp8_tensor, .*{says}.*"fp8_token"'):
+        check(given, activations="fp8_tensor")
+
+
+def test_one_scale_is_served_where_nothing_is_padded(engine):
+    check(settings(**{GRAPHS: "NONE"}), activations="fp8_tensor")
+
+
+def test_sequence_parallelism_pads_in_older_versions_alone(engine):
+    given = settings(**{GRAPHS: "NONE", SEQUENCES: True})
+    if engine.version != "0.22.1":
+        check(given, activations="fp8_tensor")
+        return
+    says = "multiples of tensor parallel 2: leave enable_sp out"
+    with pytest.raises(UnsupportedError, match=says):
+        check(given, activations="fp8_tensor")
+
+
+def test_one_scale_beside_graphs_is_refused_where_a_layer_is_made(engine):
+    config = quantized("fp8_channel", "compressed-tensors")
+    options = {"activations": "fp8_tensor"}
+    layer = engine.layer(config, options=options)
+    assert layer.quant_method.options.activations == "fp8_tensor"
+    with pytest.raises(UnsupportedError, match=f"{NAME}: .*fp8_tensor, .*cudagraph_mode FULL"):
+        engine.layer(config, options=options, cudagraph_mode="FULL")
 
 
 def test_tokens_that_would_be_padded_are_refused(engine):
@@ -124,23 +166,18 @@ def test_tokens_that_would_be_padded_are_refused(engine):
 
 @pytest.mark.parametrize("place", REFUSED)
 def test_a_setting_that_is_not_served_is_refused(engine, place):
-    from moequant.integrations.vllm.refusals import check_served
-
     value, says = REFUSED[place]
     with pytest.raises(UnsupportedError, match=f"{NAME}: .*{says}"):
-        check_served(NAME, *settings(**{place: value}))
+        check(settings(**{place: value}))
 
 
 def test_all_that_is_in_the_way_is_said_at_once(engine):
-    from moequant.integrations.vllm.refusals import check_served
-
     with pytest.raises(UnsupportedError, match=r"LoRA.*; sleep mode"):
-        check_served(
-            NAME,
-            *settings(
+        check(
+            settings(
                 layer__moe_config__is_lora_enabled=True,
                 config__model_config__enable_sleep_mode=True,
-            ),
+            )
         )
 
 

@@ -61,9 +61,12 @@ PLACES = {
 }
 FIELDS = {
     ("config/vllm.py", "VllmConfig"): (
-        "additional_config", "load_config", "model_config", "offload_config", "parallel_config",
+        "additional_config", "compilation_config", "load_config", "model_config", "offload_config",
+        "parallel_config",
     ),
-    ("config/parallel.py", "ParallelConfig"): ("use_ubatching",),
+    ("config/compilation.py", "CompilationConfig"): ("cudagraph_mode", "pass_config"),
+    ("config/compilation.py", "CUDAGraphMode"): ("NONE", "FULL"),
+    ("config/parallel.py", "ParallelConfig"): ("tensor_parallel_size", "use_ubatching"),
     ("config/load.py", "LoadConfig"): ("load_format",),
     ("config/model.py", "ModelConfig"): ("quantization_config", "enable_sleep_mode"),
     ("config/offload.py", "OffloadConfig"): ("uva", "prefetch"),
@@ -255,6 +258,11 @@ def test_fields_that_the_plug_in_reads_are_vllms(sources, file, name):
 def test_fields_of_a_layer_that_the_plug_in_reads_are_vllms(sources):
     found = set(sources.fields(sources.places.layer, sources.places.layer_class))
     assert set(LAYER_FIELDS[sources.version]) <= found
+
+
+def test_one_version_alone_pads_for_sequence_parallelism(sources):
+    found = set(sources.fields("config/compilation.py", "PassConfig"))
+    assert ("enable_sp" in found) == (sources.version == "0.22.1")
 
 
 def test_numbers_of_activation_functions_are_vllms(sources, engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def problem(tokens, **changes):
     sizes = {"experts": 8, "hidden": 4096, "intermediate": 14336, "topk": 2}
     return TuningProblem(**{"gpu": "A", "sms": 132, "tokens": tokens, **sizes, **changes})
+
+
+def write_rows(both, first, rows):
+    """Write tilings of every second number of tokens, when both processes are ready."""
+    both.wait(timeout=120)
+    for tokens in range(first, first + 2 * rows, 2):
+        FP8.write(problem(tokens), Tiling(rows=8), 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -292,4 +300,17 @@ def test_tuning_again_replaces_a_broken_table():
     path.write_text("{")
     FP8.write(problem(9), Tiling(rows=32, split13=4), 1.0)
     assert FP8.choose(problem(9)) == Tiling(rows=32, split13=4)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
+
+
+def test_processes_that_write_into_one_table_keep_each_others_rows():
+    each, spawn = 40, get_context("spawn")
+    both = spawn.Barrier(2)
+    processes = [spawn.Process(target=write_rows, args=(both, first, each)) for first in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    (shape,) = json.loads(FP8.user_table("A").read_text())["shapes"]
+    assert [row["tokens"] for row in shape["tilings"]] == list(range(1, 2 * each + 1))
