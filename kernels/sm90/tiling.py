@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +43,7 @@ NEAR = 1.5
 """A tiling holds for this many times fewer or more tokens than it was measured with."""
 
 _SIZES = ("experts", "hidden", "intermediate", "topk")
+_SPLITS = (1, 2, 4)
 _SPLIT_ROWS = 32
 """Most rows whose sums of a split fit in shared memory."""
 _OURS = Path(__file__).with_name("tunings")
@@ -128,7 +130,7 @@ class Tilings(ABC):
         Raises:
             MoequantError: no kernel has it.
         """
-        splits = (1, 2, 4) if tiling.rows <= _SPLIT_ROWS else (1,)
+        splits = _SPLITS if tiling.rows <= _SPLIT_ROWS else (1,)
         if (
             tiling.rows not in self.rows
             or not {tiling.split13, tiling.split2} <= set(splits)
@@ -141,6 +143,16 @@ class Tilings(ABC):
                 f"{self.gather_rows}; tune again"
             )
         return tiling
+
+    def every(self) -> list[Tiling]:
+        """Tilings that, together, have each kernel of either GEMM: all whose splits are equal."""
+        found = []
+        flags = (False, True)
+        for rows, split, pair, gather in product(self.rows, _SPLITS, flags, flags):
+            tiling = Tiling(rows=rows, split13=split, split2=split, pair=pair, gather=gather)
+            with suppress(MoequantError):
+                found.append(self.check(tiling))
+        return found
 
     def choose(self, problem: TuningProblem, *, of_user: bool = True) -> Tiling:
         """The measured tiling, else that of a GPU with the same number of SMs, else the formula's.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from moequant.act_fn import RELU2, SILU, SITU, SWIGLUOAI, ActFn
 from moequant.benchmarks.experts import calc_diff, our_calc_diff
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, dequantize, quantize
 from moequant.kernels.sm90.tiling import Tiling
 from moequant.kernels.sm90_fp8_block.sm90_fp8_block_fused import Fp8BlockTilings
@@ -86,16 +84,7 @@ FAMILIES = {
 }
 
 
-def tilings_with_every_kernel(family):
-    """Tilings of a family that, together, have each kernel that calls of either GEMM may have."""
-    for rows, split, pair, gather in product(family.rows, (1, 2, 4), *[(False, True)] * 2):
-        with suppress(MoequantError):
-            yield family.check(
-                Tiling(rows=rows, split13=split, split2=split, pair=pair, gather=gather)
-            )
-
-
-TILINGS = {case: list(tilings_with_every_kernel(family)) for case, family in FAMILIES.items()}
+TILINGS = {case: family.every() for case, family in FAMILIES.items()}
 # The kernels of fp8_channel, given other scales.
 TILINGS["fp8_tensor"] = [
     Tiling(rows=8), Tiling(rows=128, pair=True, gather=True), Tiling(rows=192)

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from moequant.errors import MoequantError
 from moequant.kernels.sm90.grouped_gemm import ACT_FNS
 from moequant.kernels.sm90.tiling import Tiling
 from moequant.kernels.sm90_fp8_channel.sm90_fp8_channel_fused import (
@@ -29,17 +28,6 @@ def gemms(tiling, *, act="silu", gated=True, **fields):
     yield Fp8ChannelGemmConfig(act=None, split=tiling.split2, K=I, n_out=H, **shared)
 
 
-def every_tiling():
-    family = Fp8ChannelTilings()
-    flags = (False, True)
-    for rows, split, pair, gather in product(family.rows, (1, 2, 4), flags, flags):
-        try:
-            tiling = Tiling(rows=rows, split13=split, split2=split, pair=pair, gather=gather)
-            yield family.check(tiling)
-        except MoequantError:
-            continue
-
-
 def every_epilogue():
     """With most registers: the largest tiles, gathered."""
     for rows, act, gated in product((96, 128), ACT_FNS, (True, False)):
@@ -48,7 +36,7 @@ def every_epilogue():
         yield from gemms(tiling, act=act, gated=gated, limited=True, bias=True, per_matrix=gated)
 
 
-EVERY = list(dict.fromkeys(c for tiling in every_tiling() for c in gemms(tiling)))
+EVERY = list(dict.fromkeys(c for tiling in Fp8ChannelTilings().every() for c in gemms(tiling)))
 EPILOGUES = list(dict.fromkeys(every_epilogue()))
 FEW = [
     *gemms(Tiling(rows=8)),
