@@ -176,11 +176,17 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 
 def _remedy(report: Report | IntegrityReport) -> str:
     from moequant.storage.files import RECORD_FILE
+    from moequant.verification.integrity import NO_TABLE
     from moequant.verification.prepared import remedy_for
 
     prepared = remedy_for(Path(report.converted).expanduser(), report.problems)
     if prepared is not None:
         return prepared
+    if any(problem.message == NO_TABLE for problem in report.problems):
+        return (
+            f"copy {RECORD_FILE} again, verify with --against SOURCE, or convert again with "
+            "--overwrite"
+        )
     if any(problem.name.startswith(f"{RECORD_FILE}.source.") for problem in report.problems):
         return (
             "name the checkpoint it was converted from, which is another or was another version, "
