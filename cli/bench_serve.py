@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=click.Path(path_type=Path))
 @click.option(
     "--shape", metavar="NAME",
-    help="Also time a model of random weights: qwen3-30b, deepseek-v3, gpt-oss (120B) or "
+    help="Also time a model of random weights: qwen3-30b, deepseek-v3, gpt-oss-120b or "
     "gpt-oss-20b.",
 )  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Its number of layers.")

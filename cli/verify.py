@@ -114,7 +114,11 @@ def command(
             f"quantizer, but several times slower: {used.reason}"
         )
     if not isinstance(report, IntegrityReport):
-        out.warn(*warnings_of_numbers(report.not_finite), *_fewer_layers(report, layers))
+        out.warn(
+            *warnings_of_numbers(report.not_finite),
+            *_fewer_layers(report, layers),
+            *_unfit_scales(report),
+        )
     if not report.ok:
         against = "its moequant.json" if source is None else source
         raise FailedResult(
@@ -132,6 +136,14 @@ def _fewer_layers(report: Report, asked: Literal["all"] | int | None) -> Iterato
             f"--layers {asked}, but there are only {count(run, 'layer')} with converted experts: "
             "every one was run; give --layers all for that"
         )
+
+
+def _unfit_scales(report: Report) -> Iterator[str]:
+    """The warning of the first layer that has one, and how many more have."""
+    found = [layer.warning for layer in report.layers if layer.warning is not None]
+    yield from found[:1]
+    if len(found) > 1:
+        yield f"the same of {count(len(found) - 1, 'other layer')}: --json has each"
 
 
 def _note(out: Output, report: Report) -> None:
@@ -164,11 +176,17 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 
 def _remedy(report: Report | IntegrityReport) -> str:
     from moequant.storage.files import RECORD_FILE
+    from moequant.verification.integrity import NO_TABLE
     from moequant.verification.prepared import remedy_for
 
     prepared = remedy_for(Path(report.converted).expanduser(), report.problems)
     if prepared is not None:
         return prepared
+    if any(problem.message == NO_TABLE for problem in report.problems):
+        return (
+            f"copy {RECORD_FILE} again, verify with --against SOURCE, or convert again with "
+            "--overwrite"
+        )
     if any(problem.name.startswith(f"{RECORD_FILE}.source.") for problem in report.problems):
         return (
             "name the checkpoint it was converted from, which is another or was another version, "

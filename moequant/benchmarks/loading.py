@@ -27,7 +27,8 @@ from moequant.runtime.load import load_experts
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.runtime.prepared_manifest import prepared_folders, read_manifest
 from moequant.storage.buffers import tensor_bytes
-from moequant.storage.folder import given_folder, is_prepared_folder
+from moequant.storage.folder import is_prepared_folder
+from moequant.storage.given_path import given_path
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def bench_loading(
         CheckpointError: not a converted checkpoint, or a damaged one.
         UnsupportedError: no such device, or no layer can be loaded there.
     """
-    path = given_folder("checkpoint", checkpoint)
+    path = given_path("checkpoint", checkpoint)
     converted = ConvertedCheckpoint.open(path, quantized_activations=True)
     place = usable_device(device)
     folder = converted.checkpoint.path

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.benchmarks.random_checkpoint import STD, write_tensors
+from moequant.benchmarks.shapes import model_name
 from moequant.errors import ArgumentError, unknown_name
 
 if TYPE_CHECKING:
@@ -165,10 +166,10 @@ _MIN_VOCABULARY = 64
 
 
 def random_model(name: str) -> RandomModel:
-    """The model called `name` in MODELS; raises ArgumentError for another name."""
-    if name not in MODELS:
+    """The model called `name` in MODELS, or `gpt-oss`; raises ArgumentError for another name."""
+    if (known := model_name(name)) not in MODELS:
         raise ArgumentError(unknown_name("model", name, MODELS))
-    return MODELS[name]
+    return MODELS[known]
 
 
 def _qwen3_moe(config: Mapping[str, Any], random: _Random) -> Tensors:
@@ -298,7 +299,6 @@ def _ones(size: int) -> Tensor:
 MODELS = {
     "qwen3-30b": RandomModel(_QWEN3_30B, _qwen3_moe),
     "deepseek-v3": RandomModel(_DEEPSEEK_V3, _deepseek_v3),
-    "gpt-oss": RandomModel(_GPT_OSS_120B, _gpt_oss),
+    "gpt-oss-120b": RandomModel(_GPT_OSS_120B, _gpt_oss),
     "gpt-oss-20b": RandomModel(_GPT_OSS_20B, _gpt_oss),
 }
-"""gpt-oss is the one with 120 B weights."""

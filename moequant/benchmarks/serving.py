@@ -44,6 +44,7 @@ from moequant.benchmarks.one_serving import (
 )
 from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
+from moequant.benchmarks.shapes import model_name
 from moequant.benchmarks.step_floor import StepFloor
 from moequant.conversion import convert
 from moequant.errors import ArgumentError, MoequantError, UnsupportedError, unknown_name
@@ -251,7 +252,7 @@ def _checkpoints(
     }
     _run_or_raise("model", request, place, measure)
     layers = random_source.layers
-    model = f"{random_source.shape}, {layers} layer{'' if layers == 1 else 's'}"
+    model = f"{model_name(random_source.shape)}, {layers} layer{'' if layers == 1 else 's'}"
     for format in random_source.formats:
         path = place / "source"
         if format != PLAIN:

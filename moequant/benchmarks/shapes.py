@@ -33,11 +33,19 @@ SHAPES = {
     "gpt-oss-120b": LayerShape(128, 2880, 2880, 4, SWIGLUOAI, biased=True),
 }
 """From the config.json of each release."""
+_OTHER_NAMES = {"gpt-oss": "gpt-oss-120b"}
+
+
+def model_name(name: str) -> str:
+    """The name that results have of a model, for another one that it is known by; else `name`."""
+    return _OTHER_NAMES.get(name, name)
 
 
 def parse_shapes(text: str) -> dict[str, LayerShape]:
     """Shapes by name, separated by commas; `all` is all SHAPES. Raises as `parse_shape`."""
-    names = chain.from_iterable(SHAPES if name == "all" else [name] for name in text.split(","))
+    names = chain.from_iterable(
+        SHAPES if name == "all" else [model_name(name)] for name in text.split(",")
+    )
     return {name: parse_shape(name) for name in names}
 
 
@@ -47,8 +55,8 @@ def parse_shape(text: str) -> LayerShape:
     Raises:
         ArgumentError: it is neither, or T is larger than E.
     """
-    if text in SHAPES:
-        return SHAPES[text]
+    if (name := model_name(text)) in SHAPES:
+        return SHAPES[name]
     match = re.fullmatch("x".join([r"([1-9]\d{0,11})"] * 4), text)
     if match is None:
         raise ArgumentError(

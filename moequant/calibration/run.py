@@ -253,7 +253,7 @@ class _Calibration:
         output = self.plan.output
         if overwrite or not output.exists():
             return None
-        advice = "choose another output, or replace it with --overwrite"
+        advice = "choose another output, or replace it with --overwrite (overwrite=True)"
         try:
             found = Statistics.load(output)
         except MoequantError as error:

@@ -94,7 +94,7 @@ class WorkFolder:
             raise MoequantError(
                 f"{self.path}: an unfinished calibration with other settings: "
                 f"{difference(before, json.loads(_json(settings)))}. "
-                "Finish it with those, or start over with --overwrite"
+                "Finish it with those, or start over with --overwrite (overwrite=True)"
             )
 
     def begin(self, settings: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ class Journal:
         """The error that plan.json is damaged."""
         return MoequantError(
             f"{self._plan}: damaged: {why}. It says which conversion is unfinished, so that one "
-            "cannot continue; start over with --overwrite"
+            "cannot continue; start over with --overwrite (overwrite=True)"
         )
 
     def begin(self, record: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def is_work_left(
             f"{output}: holds an unfinished conversion{begun_with}, "
             f"{_difference_of(journal, begun, settings, state)}, interrupted or still running; "
             "repeat its command to finish it or, if that ended with an error about a weight, "
-            "replace it with --overwrite"
+            "replace it with --overwrite (overwrite=True)"
         )
     if all(path.name == WORK_FOLDER for path in output.iterdir()):
         return True
@@ -94,13 +94,13 @@ def _refusal_of(
         return MoequantError(
             f"{output}: not empty; holds no readable {RECORD_FILE}; choose another directory, "
             "or move away what is no part of a checkpoint, and replace the rest with "
-            "--overwrite"
+            "--overwrite (overwrite=True)"
         )
     other = differing_settings(record, settings)
     holds = f"with other settings ({other})" if other else "of another source"
     return MoequantError(
         f"{output}: not empty; holds a conversion{_formats_of(record)} {holds}; choose another "
-        "directory, or replace its content with --overwrite"
+        "directory, or replace its content with --overwrite (overwrite=True)"
     )
 
 
@@ -264,7 +264,7 @@ def _check_whole(output: Path, record: Mapping[str, Any]) -> None:
             wanted = "the file" if size is None else f"{show(size)} bytes"
             raise MoequantError(
                 f"{path}: {found}, but the finished conversion had {wanted} there; convert again "
-                "with --overwrite"
+                "with --overwrite (overwrite=True)"
             )
 
 

@@ -37,7 +37,8 @@ from moequant.statistics import Statistics
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.disk import explained
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE
-from moequant.storage.folder import given_folder, is_adapter
+from moequant.storage.folder import is_adapter
+from moequant.storage.given_path import given_path
 from moequant.storage.hub_folder import HubFolder, download_of, open_headers
 from moequant.storage.locate import directory_of, locate
 from moequant.weights.converted import described_architectures
@@ -129,8 +130,8 @@ def convert(
         StatisticsError: the statistics or activation scales are damaged, of another model, or not
             used, or no scale can be made of them.
         CheckpointError: the source is damaged, incomplete or inconsistent.
-        UnsupportedError: an unsupported architecture, shape, or format and dialect; or the engine
-            loads the output in no dialect.
+        UnsupportedError: an unsupported architecture, shape, or format and dialect; the engine
+            loads the output in no dialect; or a path that is neither a text nor a path.
         NumericsError: the format destroys a weight; see `moequant.conversion.error_limit`.
         MoequantError: `output` contains something else, or cannot be written.
     """
@@ -147,7 +148,7 @@ def convert(
         read_architectures(architecture)
     measured = None if statistics is None else Statistics.load(statistics)
     sensitive = None if keep_sensitive is None else parse_kept(keep_sensitive, measured)
-    target = given_folder("output", output, what="a folder to write", error=MoequantError)
+    target = given_path("output", output, what="a folder to write", error=MoequantError)
     if delete_source_shards:
         check_deletable(source, revision, executor, measured)
     # A cluster's machines open a directory, and statistics are compared with all weights first.

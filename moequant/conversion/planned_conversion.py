@@ -245,7 +245,7 @@ def _saying_where(work: PlannedConversion) -> Iterator[None]:
         name = str(error).partition(": ")[0]
         then = "and" if isinstance(error, NumericsError) else "then"
         raise type(error)(
-            f"{error}, {then} start over with --overwrite{_where(work, name)}"
+            f"{error}, {then} start over with --overwrite (overwrite=True){_where(work, name)}"
         ) from error
 
 
@@ -282,7 +282,8 @@ def _resume_or_begin(
         instead = f"continue with --revision {begun}, or " if isinstance(begun, str) else ""
         raise MoequantError(
             f"{work.checkpoint.folder.shown / changed}: changed since the conversion into "
-            f"{journal.output} began; {instead}start over with --overwrite"
+            f"{journal.output} began; {instead}start over with --overwrite "
+            "(overwrite=True)"
         )
     # Check first: a plan next to an earlier output would mark that output as unfinished.
     try:

@@ -77,7 +77,7 @@ def check_unchanged(checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{found.path}: changed while it was converted ({state[0]} bytes "
                 f"before, {found.size_bytes} now); the output was not changed. Wait until nothing "
-                "writes to it, then start over with --overwrite"
+                "writes to it, then start over with --overwrite (overwrite=True)"
             )
 
 

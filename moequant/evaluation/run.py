@@ -178,7 +178,7 @@ def evaluate(
     started = time.monotonic()
     place = usable_device(device)
     run = _Evaluation.prepare(
-        reference=locate(reference, revision),
+        reference=locate(reference, revision, argument="reference"),
         tests=_located(tests),
         data=Path(data),
         windows=windows,
@@ -221,7 +221,7 @@ def _located(tests: Sequence[str | Path]) -> list[tuple[str, Path]]:
     """Each test's name and folder; raises ArgumentError if two are the same."""
     found: list[tuple[str, Path]] = []
     for test in tests:
-        path = locate(test)
+        path = locate(test, argument="a test")
         if any(path.resolve() == other.resolve() for _, other in found):
             raise ArgumentError(f"{test}: given twice; give each checkpoint once")
         found.append((str(test), path))

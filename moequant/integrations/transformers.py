@@ -106,7 +106,8 @@ def load_model(
     Returns:
         An instance of the class that AutoModelForCausalLM chooses, or AutoModelForImageTextToText
         for models that contain a language model, in eval mode. It cannot be trained, because the
-        experts do not support autograd, and it cannot be saved: copy the checkpoint instead.
+        experts have no gradient, and no parameter requires one. It cannot be saved: copy the
+        checkpoint instead.
 
     Raises:
         CheckpointError: not a converted checkpoint, or a damaged one; a config.json that
@@ -144,6 +145,7 @@ def load_model(
     for layer, block in expert_blocks(model).items():
         if layer in experts:
             block.experts = experts[layer]
+    model.requires_grad_(requires_grad=False)
     _finish(model, reader.converted.checkpoint.path)
     if not enforce_eager and why_not_static(model) is None:
         use_static_cache(model)

@@ -104,10 +104,13 @@ def _advice(converted: ConvertedCheckpoint, layer: int, target: str) -> str:
     own = able.pop("format", "none")
     if own != "none":
         # Of formats with FP8 activations, whose kernels read another layout than without.
-        best = f"; leave out --activations, which prepares it for activations in {own}"
+        best = (
+            '; leave out --activations (activations="format"), which prepares it for activations '
+            f"in {own}"
+        )
         able = {choice: scheme for choice, scheme in able.items() if scheme != own}
     elif able.pop("none", None) is not None:
-        best = "; give --activations none, which prepares the weights alone"
+        best = '; give --activations none (activations="none"), which prepares the weights alone'
     else:
         best = ""
     also = "also " if best else ""

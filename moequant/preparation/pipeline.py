@@ -24,7 +24,8 @@ from moequant.runtime.prepared_manifest import (
 )
 from moequant.storage.disk import explained, fsync_directory, replace_file
 from moequant.storage.files import MANIFEST_FILE, PREPARED_FOLDER
-from moequant.storage.folder import entries, given_folder, searched
+from moequant.storage.folder import entries, searched
+from moequant.storage.given_path import given_path
 from moequant.storage.lock import exclusive
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import ConvertedCheckpoint
@@ -92,7 +93,7 @@ def prepare(
     """
     check_target(target)
     check_activations(activations)
-    path = given_folder("converted", converted)
+    path = given_path("converted", converted)
     checkpoint = ConvertedCheckpoint.open(
         path, architecture=architecture, quantized_activations=True
     )

@@ -90,7 +90,9 @@ def checkpoint_files(
             for folder in prepared_folders(path)
         ]
     if findings.problems:
-        raise CheckpointError(f"{path}: {findings.problems[0]}; convert again with --overwrite")
+        raise CheckpointError(
+            f"{path}: {findings.problems[0]}; convert again with --overwrite (overwrite=True)"
+        )
     files = [PublishedFile.of(RECORD_FILE, path / RECORD_FILE)]
     files += [PublishedFile.of(name, path / name) for name in manifests]
     files += [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
-from moequant.errors import ArgumentError, CheckpointError
+from moequant.errors import ArgumentError, CheckpointError, UnsupportedError
 from moequant.models import find_architecture
 from moequant.publishing.card import CardFacts, model_card
 from moequant.publishing.files import PublishedFile, checkpoint_files, left_out
@@ -19,6 +21,7 @@ from moequant.reporting import pictures_of
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import object_at, read_document
 from moequant.storage.files import MANIFEST_FILE, PAGE_SUFFIXES, PREPARED_FOLDER, RECORD_FILE
+from moequant.storage.given_path import given_path
 from moequant.storage.model_card import CARD_FILE
 from moequant.storage.reader import FixedFile
 from moequant.verification.stored import existing_directory
@@ -103,6 +106,9 @@ def plan_push(
         _check_branch(revision)
     if base_model is not None:
         check_repo_id(base_model)
+    figures = None
+    if quality is not None:
+        figures = given_path("quality", quality, what="a file of moequant evaluate --json")
     path = existing_directory(converted)
     record = _read_record(path)
     files = checkpoint_files(path, record, include_prepared=include_prepared)
@@ -123,7 +129,7 @@ def plan_push(
             source=source_card,
             verified=None if not_verified else verified,
             engines=serving_of(checkpoint, repo_id, revision),
-            quality=None if quality is None else read_quality(Path(quality), path),
+            quality=None if figures is None else read_quality(figures, path),
             report=None if report is None else extras[0].name,
             pictures=captions,
         )
@@ -156,13 +162,13 @@ def check_repo_id(repo_id: str) -> None:
     except HFValidationError:
         valid = False
     else:
-        valid = repo_id.count("/") == 1
+        valid = isinstance(repo_id, str) and repo_id.count("/") == 1
     if not valid:
         raise ArgumentError(f"{repo_id!r}: no id of a repository on the hub; write owner/name")
 
 
 def _check_branch(revision: str) -> None:
-    if not _BRANCH.fullmatch(revision):
+    if not (isinstance(revision, str) and _BRANCH.fullmatch(revision)):
         raise ArgumentError(
             f"{revision!r}: no name of a branch; give letters, digits and . _ - / with --revision"
         )
@@ -233,8 +239,10 @@ def _extras(
     report: str | Path | None, pictures: Sequence[str | Path]
 ) -> tuple[list[PublishedFile], dict[str, str]]:
     """The report, then the pictures given and those in it; and the captions of pictures by name."""
-    pages = [] if report is None else [Path(report)]
-    given = [Path(picture) for picture in pictures]
+    if isinstance(pictures, str | bytes) or not isinstance(pictures, Iterable):
+        raise UnsupportedError(f"pictures is {show(pictures)}, but must be a list of paths")
+    pages = [] if report is None else [given_path("report", report, what="a page")]
+    given = [given_path("a picture", picture, what="a file") for picture in pictures]
     for what, paths, suffixes in (("page", pages, PAGE_SUFFIXES), ("picture", given, PICTURES)):
         wrong = next((p for p in paths if p.suffix.lower() not in suffixes), None)
         if wrong is not None:

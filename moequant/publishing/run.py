@@ -114,7 +114,9 @@ def push(
     if dry_run:
         return PushResult(plan=plan, url=None)
     if plan.not_verified and not force:
-        raise MoequantError(f"{plan.not_verified}, or publish it unverified with --force")
+        raise MoequantError(
+            f"{plan.not_verified}, or publish it unverified with --force (force=True)"
+        )
     found = check_integrity(
         plan.path, prepared=include_prepared, workers=workers, progress=progress
     )
@@ -122,8 +124,8 @@ def push(
         changed = f"{plan.path}: not the files that were written: {found.problems[0]}"
         if not force:
             raise NumericsError(
-                f"{changed}; convert again with --overwrite, or publish them as they are with "
-                "--force"
+                f"{changed}; convert again with --overwrite (overwrite=True), or publish them as "
+                "they are with --force (force=True)"
             )
         plan = planned(changed=changed)
     return _publish(plan, private=private, overwrite=overwrite)
@@ -137,7 +139,7 @@ def _publish(plan: PushPlan, *, private: bool, overwrite: bool) -> PushResult:
     if stale and not overwrite:
         raise MoequantError(
             f"{plan.repo_id}: holds other files: {_listed(stale)}; give another REPO_ID or "
-            "--revision, or remove them with --overwrite"
+            "--revision, or remove them with --overwrite (overwrite=True)"
         )
     missing = [file for file in (*plan.extras, *plan.files) if not is_same(file, there)]
     _send(destination, plan, there, missing, stale)

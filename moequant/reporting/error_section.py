@@ -10,7 +10,7 @@ from moequant.reporting.markup import Markup, code, element, join, shortened, ta
 from moequant.reporting.words import NONE, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     Rows = dict[int, list[float | None]]
 
@@ -200,16 +200,16 @@ def _layers(layers: Iterable[Mapping[str, Any]]) -> Markup:
     columns = ["layer", "format", "ran", ">error", ">with its activations", "computed by"]
     caption = "Error of a layer's output, on random inputs"
     shown = table(columns, rows, caption=caption)
-    return join(element("h3", "Layers that were run"), shown, *map(_not_measured, ran))
+    notes = [element("p", note) for layer in ran for note in _notes(layer)]
+    return join(element("h3", "Layers that were run"), shown, *notes)
 
 
-def _not_measured(layer: Mapping[str, Any]) -> Markup:
-    """Why there is no error with the activations of a layer; nothing where there is one."""
-    why = layer.get("activations_not_measured")
-    if why is None:
-        return Markup("")
-    text = f"Layer {layer['layer']} with its activations: not measured, because {why}."
-    return element("p", text)
+def _notes(layer: Mapping[str, Any]) -> Iterator[str]:
+    """Why there is no error with the activations of a layer, or what one warns of."""
+    if (why := layer.get("activations_not_measured")) is not None:
+        yield f"Layer {layer['layer']} with its activations: not measured, because {why}."
+    if (warning := layer.get("warning")) is not None:
+        yield f"Warning: {warning}."
 
 
 def _requantized(errors: Iterable[Mapping[str, Any]]) -> Markup:

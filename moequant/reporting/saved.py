@@ -71,6 +71,7 @@ class _LayerRun(_Ignoring):
     quantized_activations_error: _Number | None
     # Results of versions before 0.1 lack it.
     activations_not_measured: str | None = None
+    warning: str | None = None
     runtime_error: _Number | None
     backend: str
     device: str

@@ -252,13 +252,13 @@ def lay_out(
         batch[target] = part[token]
         return batch[:rows].reshape(experts, capacity, part.shape[1])
 
-    # Codes as bytes: index operations do not know float8.
-    codes = x.qdata
-    as_bytes = codes if x.scale is None else codes.view(torch.uint8)
-
+    if x.scale is None:
+        qdata = laid_out(x.qdata)
+    else:  # codes as bytes: index operations do not know float8
+        qdata = laid_out(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     tokens = BatchedTokens(
         scheme=x.scheme,
-        qdata=laid_out(as_bytes).view(codes.dtype),
+        qdata=qdata,
         scale=None if x.scale is None else laid_out(x.scale),
         counts=(end - begin).clamp(max=capacity).int(),
     )

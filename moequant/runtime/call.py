@@ -16,11 +16,12 @@ from moequant.errors import UnsupportedError
 from moequant.kernels.calls import part_tokens
 from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.inputs import NAMES, check_apart, check_inputs, check_out, check_workspace
+from moequant.runtime.no_gradient import refuse_gradient
 from moequant.runtime.routing import weight_input
 from moequant.runtime.workspace import shared_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -81,27 +82,39 @@ def run_experts(
     if given is not None:
         others = (hidden_states, topk_weights, topk_ids, hidden_scale, expert_map, workspace)
         check_apart(given, others, names)
+    arguments = hidden_states, topk_weights, topk_ids, hidden_scale
     if weight_on_input:
         hidden_states, hidden_scale, topk_weights = weight_input(
             hidden_states, hidden_scale, topk_weights
         )
-    if parts == 1:
-        packed.run(
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            out=out,
-            workspace=workspace,
-            expert_map=expert_map,
-            hidden_scale=hidden_scale,
-        )
-        return out
-    scales: Sequence[Tensor | None] = [None] * parts
-    if hidden_scale is not None:
-        scales = hidden_scale.tensor_split(parts)
-    tensors = (hidden_states, topk_weights, topk_ids, out)
-    split = zip(*(t.tensor_split(parts) for t in tensors), scales, strict=True)
-    for hidden, weights, ids, result, scale in split:
+    _run_parts(
+        packed,
+        (hidden_states, topk_weights, topk_ids, out),
+        hidden_scale,
+        parts=parts,
+        workspace=workspace,
+        expert_map=expert_map,
+    )
+    return refuse_gradient(out, *arguments)
+
+
+def _run_parts(
+    packed: PackedExperts,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    hidden_scale: Tensor | None,
+    *,
+    parts: int,
+    workspace: Tensor,
+    expert_map: Tensor | None,
+) -> None:
+    """Run `tensors`, which are hidden states, router weights, ids and result, in so many parts."""
+    split: Iterable[tuple[Tensor, ...]] = [tensors]
+    scales: Sequence[Tensor | None] = [hidden_scale] * parts
+    if parts > 1:
+        split = zip(*(t.tensor_split(parts) for t in tensors), strict=True)
+        if hidden_scale is not None:
+            scales = hidden_scale.tensor_split(parts)
+    for (hidden, weights, ids, result), scale in zip(split, scales, strict=True):
         packed.run(
             hidden,
             weights,
@@ -111,7 +124,6 @@ def run_experts(
             expert_map=expert_map,
             hidden_scale=scale,
         )
-    return out
 
 
 def max_tokens_of(workload: Workload, topk: int, max_tokens: int) -> int:

@@ -40,8 +40,8 @@ class FusedExperts(nn.Module):
     For every token, the sum over its experts t of
     `topk_weights[t] * down(act_fn(gate(x), up(x)))` of expert `topk_ids[t]`.
 
-    Inference only: nothing is recorded for autograd, whatever the mode outside, and autocast is off
-    inside.
+    Inference only: a call has no gradient. If a backward pass reaches it, that raises
+    UnsupportedError; nothing is saved for that, and autocast is off inside.
 
     Weights: they are packed for the backend here, on their device, and are buffers under the names
     of its layout: `w13_qdata`, `w2_scale` and so on. So they are part of `state_dict`, which can be
@@ -185,7 +185,8 @@ class FusedExperts(nn.Module):
 
         Returns:
             [M, H] in the dtype of `hidden_states`, bfloat16 where these are quantized; sums are
-            float32. It is `out`, where that is given.
+            float32. It is `out`, where that is given, or a tensor in its memory where an argument
+            requires a gradient, so that a backward pass is refused.
 
         Raises:
             UnsupportedError: a shape, dtype, device or id that is not as above, no backend that

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moequant.errors import UnsupportedError
+from moequant.runtime.no_gradient import gradient_of_experts
 
 _MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _HANDLES = count()
@@ -68,3 +69,18 @@ def _(
         )
     dtype = hidden_states.dtype if hidden_scale is None else torch.bfloat16
     return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shapes = [x.shape if isinstance(x, Tensor) else None for x in inputs]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    # Tensors, not None: what needs no operator would be left out of a compiled graph.
+    return tuple(
+        gradient_of_experts(gradient, shape) if needed else None
+        for shape, needed in zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+    )
+
+
+fused_experts.register_autograd(_backward, setup_context=_keep_shapes)

@@ -13,7 +13,8 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
 from moequant.runtime.layer_reader import LayerReader, act_fn_of
 from moequant.runtime.prepared import PreparedCheckpoint
-from moequant.storage.folder import given_folder, is_prepared_folder
+from moequant.storage.folder import is_prepared_folder
+from moequant.storage.given_path import given_path
 from moequant.weights.converted import ConvertedCheckpoint
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def open_reader(
             that cannot be searched.
         UnsupportedError: an unknown architecture or quantization, or `checkpoint` is no path.
     """
-    folder = given_folder("checkpoint", checkpoint)
+    folder = given_path("checkpoint", checkpoint)
     if is_prepared_folder(folder):
         prepared = PreparedCheckpoint.open(
             folder, architecture=architecture, quantized_activations=True

@@ -31,6 +31,7 @@ from moequant.runtime.functional import (
     workload_of,
 )
 from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map
+from moequant.runtime.no_gradient import refuse_gradient
 from moequant.runtime.select import select
 
 if TYPE_CHECKING:
@@ -410,7 +411,8 @@ def _run_batches(
     )
     result = packed.run_batches(tokens, names=_BATCH_NAMES)
     with plain_mode(output.device):
-        return output.copy_(result)
+        output.copy_(result)
+    return refuse_gradient(output, hidden_states, scale)
 
 
 def _check_bytes(codes: Mapping[str, Tensor]) -> None:

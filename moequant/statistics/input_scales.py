@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +11,13 @@ from moequant.formats import check_static_scale
 from moequant.formats.base import SOURCE_DTYPES
 from moequant.storage.buffers import tensor_bytes
 from moequant.storage.disk import sha256_of
+from moequant.storage.given_path import given_path
 from moequant.storage.headers import DTYPES, read_header
 from moequant.storage.reader import FixedFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _SUFFIX = ".input_scale"
 _WHAT = f"a file of activation scales holds tensors MODULE{_SUFFIX}, one F32, F16 or BF16 each"
@@ -44,8 +45,9 @@ class InputScales:
         Raises:
             StatisticsError: there is no such file, it is damaged, or it holds something else, or a
                 number that no static scale may be.
+            UnsupportedError: `path` is neither a text nor a path.
         """
-        path = Path(path)
+        path = given_path("activation_scales", path, what="a file of scales", error=StatisticsError)
         try:
             file = FixedFile.at(path)
             tensors = read_header(path, path.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +21,14 @@ from moequant.statistics.tensors import (
     second_moment,
 )
 from moequant.storage.buffers import tensor_bytes
+from moequant.storage.given_path import given_path
 from moequant.storage.headers import DTYPES, LENGTH_BYTES, read_header_and_metadata
 from moequant.storage.reader import FixedFile
 from moequant.storage.schema_errors import first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -81,8 +82,9 @@ class Statistics:
         Raises:
             StatisticsError: there is no such file, it is incomplete or damaged, or it holds
                 something else.
+            UnsupportedError: `path` is neither a text nor a path.
         """
-        path = Path(path)
+        path = given_path("statistics", path, what="a file of statistics", error=StatisticsError)
         try:
             file = FixedFile.at(path)
         except CheckpointError as error:

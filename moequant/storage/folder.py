@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from reprlib import repr as show
 from typing import TYPE_CHECKING
 
-from moequant.errors import CheckpointError, MoequantError, UnsupportedError
+from moequant.errors import CheckpointError
 from moequant.storage.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -128,44 +125,6 @@ def check_is_checkpoint(root: Path) -> None:
         )
     if begun:
         raise CheckpointError(f"{root}: {UNFINISHED}")
-
-
-def given_folder(
-    argument: str,
-    value: object,
-    *,
-    what: str = "a checkpoint's folder",
-    error: type[MoequantError] = CheckpointError,
-) -> Path:
-    """The path of a folder that a caller gives, whether or not it exists; "~" is a home folder.
-
-    Args:
-        argument: its name, for messages.
-        value: what is given.
-        what: what the path is of, for messages.
-        error: what is raised where no folder can have that path.
-
-    Raises:
-        CheckpointError: no folder can have that path; or as `error` says.
-        UnsupportedError: it is neither a text nor a path.
-    """
-    wanted = f"but must be the path of {what}"
-    # os.fspath, because not every os.PathLike is a text.
-    given = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(given, str):
-        raise UnsupportedError(f"{argument} is {show(value)}, {wanted}, as a str or Path")
-    # Not Path.expanduser, which fails for an unknown user without naming the path.
-    path = Path(os.path.expanduser(given))  # noqa: PTH111
-    try:
-        path.stat()
-    except OSError as why:
-        if why.errno == errno.ENAMETOOLONG:
-            raise error(
-                f"{argument} is {show(given)}, {wanted}: {why.strerror}; give a shorter path"
-            ) from why
-    except ValueError as why:  # a NUL, or half of a surrogate pair
-        raise error(f"{argument} is {show(given)}, {wanted}: {why}; remove that character") from why
-    return path
 
 
 def is_prepared_folder(path: Path) -> bool:

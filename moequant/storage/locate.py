@@ -6,22 +6,26 @@ from pathlib import Path
 
 from moequant.errors import ArgumentError, CheckpointError
 from moequant.storage.files import CONFIG_FILE
+from moequant.storage.given_path import path_text
 from moequant.storage.hub import NOT_DOWNLOADED, explained
 
 
-def locate(source: str | Path, revision: str | None = None) -> Path:
+def locate(source: str | Path, revision: str | None = None, *, argument: str = "source") -> Path:
     """The directory of a checkpoint, downloaded from the hub if `source` is not a directory.
 
     Args:
         source: a directory, or a hub repo id "owner/name"; see `directory_of`.
         revision: branch, tag or commit of a hub repo. The hub's environment variables
             (HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...) apply.
+        argument: what the caller calls `source`, for messages.
 
     Raises:
         CheckpointError: no such directory or repo, no access, or no network and not in the cache.
         ArgumentError: a revision for a directory.
+        UnsupportedError: `source` is neither a text nor a path.
     """
-    return directory_of(source, revision) or _download(str(source), revision, offline=is_offline())
+    found = directory_of(source, revision, argument=argument)
+    return found or _download(str(source), revision, offline=is_offline())
 
 
 def locate_in_cache(repo_id: str, revision: str | None = None) -> Path:
@@ -40,7 +44,9 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def directory_of(source: str | Path, revision: str | None = None) -> Path | None:
+def directory_of(
+    source: str | Path, revision: str | None = None, *, argument: str = "source"
+) -> Path | None:
     """`source` as a directory; None if it is to be looked up as a hub repo id.
 
     An existing directory has precedence. A Path, or a string that looks like one (begins with . /
@@ -49,7 +55,9 @@ def directory_of(source: str | Path, revision: str | None = None) -> Path | None
     Raises:
         CheckpointError: no such directory, and no repo id.
         ArgumentError: a revision for a directory.
+        UnsupportedError: `source`, which `argument` is the name of, is neither a text nor a path.
     """
+    path_text(argument, source, "a checkpoint's folder or the id of a hub repository")
     try:
         path = Path(source).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()

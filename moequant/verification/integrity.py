@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from moequant.progress import Progress
 
+NO_TABLE = "not a table of digests by file"
+"""The message of a problem that makes the record useless: no file is known to be added."""
 _KEYS = ("moequant", "torch", "architecture", "dialect", "plan_sha256")
 """Keys of moequant.json that the report repeats."""
 
@@ -84,8 +86,10 @@ def check_integrity(
     if prepared:
         recorded += recorded_prepared(path, findings)
     files = _open_files(path, recorded, findings)
-    known = {entry.file for entry in recorded}
-    check_nothing_added(path, known, "not recorded; engines may read it: remove it", findings)
+    if all(_is_table(key, table) for key, table in _tables(record).items()):
+        # Else it is not known which files were added.
+        known = {entry.file for entry in recorded}
+        check_nothing_added(path, known, "not recorded; engines may read it: remove it", findings)
     task = progress or SilentProgress()
     task.start("reading", sum(file.size_bytes for _, file in files))
     with ThreadPoolExecutor(workers) as pool:
@@ -107,14 +111,9 @@ def check_integrity(
 
 def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[RecordedFile]:
     """Every recorded file; invalid entries become problems."""
-    tables = {
-        "shards": record.get("shards"),
-        "files": record.get("files"),
-        "source.sidecars": object_at(record, "source").get("sidecars"),
-    }
-    for key, table in tables.items():
-        if not isinstance(table, dict) or (not table and key != "source.sidecars"):
-            findings.add("record", f"{RECORD_FILE}.{key}", "not a table of digests by file")
+    for key, table in _tables(record).items():
+        if not _is_table(key, table):
+            findings.add("record", f"{RECORD_FILE}.{key}", NO_TABLE)
             continue
         for file, entry in table.items():
             match entry if is_inner_name(file) else None:
@@ -131,6 +130,20 @@ def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[Re
     for file in (CONFIG_FILE, INDEX_FILE):
         if isinstance(files, dict) and file not in files:
             findings.add("record", f"{RECORD_FILE}.files", f"lacks {file}")
+
+
+def _tables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What should be the tables of digests, by key."""
+    return {
+        "shards": record.get("shards"),
+        "files": record.get("files"),
+        "source.sidecars": object_at(record, "source").get("sidecars"),
+    }
+
+
+def _is_table(key: str, table: object) -> bool:
+    """Whether it is one; a source may have no sidecar files."""
+    return isinstance(table, dict) and (bool(table) or key == "source.sidecars")
 
 
 def recorded_prepared(path: Path, findings: Findings) -> Iterator[RecordedFile]:

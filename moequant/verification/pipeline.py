@@ -96,7 +96,7 @@ def verify(
         CheckpointError: the source is damaged, incomplete or inconsistent; there is no directory
             `converted`, or its conversion is unfinished; or a file cannot be read or changes.
         UnsupportedError: an unsupported architecture or source dtype; no such device or backend
-            here, or one that does not run the layers.
+            here, or one that does not run the layers; or a path that is neither a text nor a path.
     """
     _check_arguments(layers, workers)
     serving = serving_on(device, backend, runs_layers=layers != 0)
@@ -104,7 +104,7 @@ def verify(
     measured = None if statistics is None else Statistics.load(statistics)
     scales = None if activation_scales is None else InputScales.load(activation_scales)
     path = existing_directory(converted)
-    source = Checkpoint.open(locate(against, revision))
+    source = Checkpoint.open(locate(against, revision, argument="against"))
     if source.path.resolve() == path.resolve():
         raise ArgumentError(
             f"{against}: the checkpoint itself; name the one that it was converted from"

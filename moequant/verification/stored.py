@@ -18,12 +18,12 @@ from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import (
     Folder,
     check_is_checkpoint,
-    given_folder,
     is_note,
     searched,
     sidecar_files,
     weight_files,
 )
+from moequant.storage.given_path import given_path
 from moequant.storage.headers import read_header
 from moequant.storage.reader import FixedFile
 
@@ -67,7 +67,7 @@ def existing_directory(converted: str | Path) -> Path:
             unfinished, or it holds what was prepared.
         UnsupportedError: `converted` is neither a text nor a path.
     """
-    path = given_folder("converted", converted)
+    path = given_path("converted", converted)
     with searched(path):
         found = path.is_dir()
     if not found:

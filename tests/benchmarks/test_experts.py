@@ -27,6 +27,7 @@ from moequant.benchmarks.experts import (
     work_of,
 )
 from moequant.benchmarks.layers import ROUTINGS, Inputs, random_experts, random_inputs
+from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.shapes import SHAPES, LayerShape, parse_shape, parse_shapes
 from moequant.errors import ArgumentError, NumericsError, UnsupportedError
 from moequant.runtime import ExpertWeights, FusedExperts
@@ -49,6 +50,12 @@ def test_all_are_the_models_and_sizes_are_plain():
     assert list(shapes) == [*SHAPES, plain]
     assert shapes["gpt-oss-120b"].act_fn == SWIGLUOAI
     assert shapes[plain] == dataclasses.replace(shapes["gpt-oss-120b"], act_fn=SILU, biased=False)
+
+
+def test_gpt_oss_is_the_larger_one_in_every_benchmark():
+    assert parse_shape("gpt-oss") == SHAPES["gpt-oss-120b"]
+    assert list(parse_shapes("gpt-oss")) == ["gpt-oss-120b"]
+    assert random_model("gpt-oss") is random_model("gpt-oss-120b")
 
 
 @pytest.mark.parametrize("text", ["qwen", "8x256x128", "0x256x128x2", "8x256x128x2x1", "8x8x8x9"])

@@ -22,12 +22,12 @@ SMALL = {
         "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
         "v_head_dim": 32,
     },
-    "gpt-oss": {
+    "gpt-oss-120b": {
         "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     },
 }  # fmt: skip
-SMALL["gpt-oss-20b"] = SMALL["gpt-oss"]
+SMALL["gpt-oss-20b"] = SMALL["gpt-oss-120b"]
 
 
 def small(name, layers=2):
@@ -58,7 +58,7 @@ def test_it_is_converted_into_what_engines_load(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-30b", 30.5), ("deepseek-v3", 671.0), ("gpt-oss", 116.8), ("gpt-oss-20b", 20.9)],
+    [("qwen3-30b", 30.5), ("deepseek-v3", 671.0), ("gpt-oss-120b", 116.8), ("gpt-oss-20b", 20.9)],
 )
 def test_the_whole_model_has_as_many_weights_as_the_release(name, billions):
     """Counted by transformers' class, which the test above compares with the tensors."""

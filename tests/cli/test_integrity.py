@@ -34,6 +34,18 @@ def test_damage_exits_5_with_the_reason(run, copy):
     assert shown[-1] == "To fix it: convert again with --overwrite, or copy the files again"
 
 
+def test_a_record_without_tables_is_no_reason_to_remove_files(run, copy):
+    (copy / "moequant.json").write_text("{}")
+    result = run("verify", copy, "--integrity")
+    assert result.exit_code == 5
+    keys = ("shards", "files", "source.sidecars")
+    assert result.stderr.splitlines()[-4:] == [
+        *(f"  moequant.json.{key}: not a table of digests by file" for key in keys),
+        "To fix it: copy moequant.json again, verify with --against SOURCE, or convert again with "
+        "--overwrite",
+    ]
+
+
 def test_without_a_record_exits_3(run, source):
     result = run("verify", source, "--integrity")
     assert result.exit_code == 3

@@ -296,7 +296,7 @@ def test_a_damaged_plan_of_unfinished_work_is_named_and_can_be_replaced(source, 
     plan.write_text(damage(plan.read_text()))
     before = snapshot(begun)
     settings = {"format": "mxfp4", "max_shard_size": SHARDS}
-    message = rf"^{plan}: damaged: .*{why}.*start over with --overwrite$"
+    message = rf"^{plan}: damaged: .*{why}.*start over with --overwrite \(overwrite=True\)$"
     with pytest.raises(MoequantError, match=message):
         convert(source, begun, **settings)
     assert snapshot(begun) == before
@@ -483,7 +483,7 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_looks_whole(
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match=rf"{name}.*{value}.*\[3, 5\]") as raised:
         convert(own_source, tmp_path / "out", format=format)
-    closing = "fetch it again, then start over with --overwrite. It is in "
+    closing = "fetch it again, then start over with --overwrite (overwrite=True). It is in "
     assert str(raised.value).endswith(f"{closing}{path}")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".moequant"]
     assert not list((tmp_path / "out").rglob("*.safetensors*"))
@@ -500,7 +500,7 @@ def test_a_part_of_a_stack_that_is_not_finite_is_named_with_its_tensor_and_file(
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match=r"^model\.layers\.1\.mlp\.experts\.1\.") as raised:
         convert(source, tmp_path / "out", format="mxfp4")
-    assert str(raised.value).endswith(f"--overwrite. It is in {name} of {path}")
+    assert str(raised.value).endswith(f"--overwrite (overwrite=True). It is in {name} of {path}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

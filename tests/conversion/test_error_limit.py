@@ -64,7 +64,7 @@ def test_a_format_that_destroys_a_weight_ends_the_conversion(scaled, tmp_path, f
     assert run.exit_code == NumericsError.exit_code
     assert isinstance(run.exception, SystemExit)
     assert 'Keep the experts of its layer (format = "keep" in a recipe)' in run.stderr
-    assert "start over with --overwrite. It is in " in run.stderr
+    assert "start over with --overwrite (overwrite=True). It is in " in run.stderr
     assert not list(out.glob("*.safetensors"))
 
 

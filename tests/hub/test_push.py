@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_not_verified_is_refused_with_the_command_that_doe
     assert refused.code == 1
     assert refused.error == (
         f"Error: {copy}: was not verified; run moequant verify {copy} --against SOURCE, or publish "
-        "it unverified with --force"
+        "it unverified with --force (force=True)"
     )
     assert empty.asked() == []
 
@@ -200,7 +200,7 @@ def test_another_checkpoint_stays_unless_it_may_be_overwritten(hub, verified):
     assert refused.code == 1
     assert refused.error == (
         f"Error: {hub.id}: holds other files: config.json, model.safetensors, vocab.txt; give "
-        "another REPO_ID or --revision, or remove them with --overwrite"
+        "another REPO_ID or --revision, or remove them with --overwrite (overwrite=True)"
     )
     assert contents(hub.folder) == before
     replaced = push(hub, verified, "--overwrite", "--json")

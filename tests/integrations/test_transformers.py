@@ -100,6 +100,7 @@ def test_all_but_the_experts_is_what_from_pretrained_loads(sources, converted, n
     ours = load_model(converted(name, "mxfp4"))
     assert type(ours) is type(theirs)
     assert (ours.dtype, ours.training) == (torch.bfloat16, False)
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
     assert ours.generation_config.to_dict() == {
         **theirs.generation_config.to_dict(),
         "cache_implementation": "static",

@@ -111,10 +111,11 @@ def test_activations_that_no_target_has_for_the_format_are_refused(own):
     path = own("w4a8")
     said = (
         f"{path}: layer 0: no backend on sm90 runs w4a8 with activations in mxfp4, and none on "
-        "sm100 does; leave out --activations, which prepares it for activations in fp8_token; it "
-        "can also be prepared with one of: none, fp8_tensor"
+        "sm100 does; leave out --activations "
+        '(activations="format"), which prepares it for activations in fp8_token; it can also be '
+        "prepared with one of: none, fp8_tensor"
     )
-    with pytest.raises(UnsupportedError, match=f"^{said}$"):
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(said)}$"):
         prepare(path, target="sm90", activations="mxfp4")
     assert layout_of(prepare(path, target="sm90")) == {("w4a8", "fp8_token", "w4a8_panels")}
 
@@ -134,8 +135,8 @@ def test_sizes_that_the_layout_does_not_hold_are_refused_before_anything_is_writ
     assert str(refused.value) == (
         f"{path}: layer 0: the layout stacked_{layout} holds H and I in multiples of {multiple}, "
         f"not H {hidden} and I 256; without quantized activations, no such layout is needed; "
-        "give --activations none, which prepares the weights alone; it can also be prepared with "
-        f"one of: fp8_token, fp8_tensor{also}"
+        'give --activations none (activations="none"), which prepares the weights alone; it can '
+        f"also be prepared with one of: fp8_token, fp8_tensor{also}"
     )
     assert not (path / "moequant-prepared").exists()
     assert prepare(path, target="sm100", activations="none").state == "prepared"
@@ -243,10 +244,10 @@ def test_activations_that_no_backend_of_the_target_takes_are_refused(own, format
     path = own(format)
     said = (
         f"{path}: layer 0: no backend on sm90 runs {format} with activations in {format}; one on "
-        "sm100 does; give --activations none, which prepares the weights alone; it can also be "
-        "prepared with one of: fp8_token, fp8_tensor"
+        'sm100 does; give --activations none (activations="none"), which prepares the weights '
+        "alone; it can also be prepared with one of: fp8_token, fp8_tensor"
     )
-    with pytest.raises(UnsupportedError, match=f"^{said}$"):
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(said)}$"):
         prepare(path, target="sm90", activations=format)
     with pytest.raises(UnsupportedError, match="activations is 'fp4', but must be one of"):
         prepare(own("fp8_block"), target="sm100", activations="fp4")

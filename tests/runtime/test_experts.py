@@ -308,11 +308,6 @@ def assert_split_changes_no_bit(layer, activations, split):
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_nothing_is_recorded_for_autograd(layers):
-    layer = layers.make()
-    assert not plain(layer)(layer.hidden.requires_grad_(), *layer.call[1:]).requires_grad
-
-
 def test_autocast_around_it_changes_no_bit(layers):
     layer = layers.make()
     with torch.autocast("cpu", dtype=torch.bfloat16):

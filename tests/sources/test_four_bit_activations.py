@@ -158,7 +158,10 @@ def test_experts_that_differ_in_their_activations_are_prepared_weight_only(make,
     said = rf'{path}: layer 0: the experts of a layer share one scheme .*choose "none" for activ'
     with pytest.raises(UnsupportedError, match=said) as refused:
         prepare(path, target="sm100")
-    assert "; give --activations none, which prepares the weights alone; " in str(refused.value)
+    assert (
+        '; give --activations none (activations="none"), which prepares the weights alone; '
+        in str(refused.value)
+    )
     assert prepare(path, target="sm100", activations="none").state == "prepared"
 
 
@@ -229,7 +232,7 @@ def test_prepared_for_sm100_they_load_as_they_do_from_the_portable_files(
 
 def test_prepared_for_sm90_they_are_weight_only_or_refused(make):
     path = make("nvfp4-pack-quantized").path
-    said = r"in nvfp4_static; one on sm100 does; give --activations none, which"
+    said = r'in nvfp4_static; one on sm100 does; give --activations none \(activations="none"\)'
     with pytest.raises(UnsupportedError, match=said):
         prepare(path, target="sm90")
     folder = prepare(path, target="sm90", activations="none").folder

@@ -159,6 +159,18 @@ def test_a_record_that_is_none_is_named(copy, edit, place):
     assert f"moequant.json.{place}" in names
 
 
+@pytest.mark.parametrize("key", ["shards", "files", "source"])
+def test_what_a_record_without_a_table_does_not_name_is_not_called_added(copy, key):
+    record = record_of(copy)
+    del record[key]
+    (copy / "moequant.json").write_text(json.dumps(record))
+    (copy / "added.json").write_text("{}")
+    report = check_integrity(copy)
+    place = "source.sidecars" if key == "source" else key
+    assert [problem.name for problem in report.problems] == [f"moequant.json.{place}"]
+    assert report.files > 0, "the other tables' files are compared"
+
+
 @pytest.mark.parametrize("value", [float("nan"), 5, [], {}, None])
 def test_a_version_that_is_no_text_is_none(copy, value):
     (copy / "moequant.json").write_text(json.dumps(record_of(copy) | {"torch": value}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,40 @@ def test_activations_in_mxfp4_are_run_as_another_tool_s_config_says(source, tmp_
     assert (weight_only.activations, found.activations) == ("none", "mxfp4")
     assert found.layer_error == weight_only.layer_error == weight_only.quantized_activations_error
     assert found.quantized_activations_error > 1.2 * found.layer_error
+
+
+@pytest.mark.parametrize("format", SCHEMES)
+@pytest.mark.parametrize(("scale", "warned"), [(0.001, False), (1.0, False), (1000.0, True)])
+def test_scales_that_do_not_fit_are_a_warning(source, tmp_path, format, scale, warned):
+    out = convert(source, tmp_path / "out", format=format, activation_scales=scale).output
+    report = verify(out, against=source)
+    assert report.ok, report.problems
+    assert [layer.warning is not None for layer in report.layers] == [warned, warned]
+    written = [layer["warning"] for layer in report.to_json()["layers"]]
+    assert written == [layer.warning for layer in report.layers]
+
+
+def test_other_errors_are_no_fault_of_scales(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="nvfp4", activation_scales=1000.0).output
+    found = measured(out, source)
+    for other in (
+        {"activations": "nvfp4"},
+        {"layer_error": 0.4},  # which makes it less than three times as large
+        {"layer_error": math.nan},
+        {"quantized_activations_error": 0.5},
+        {"quantized_activations_error": None},
+    ):
+        assert replace(found, **other).warning is None
+
+
+def test_the_command_warns_of_scales_once(source, tmp_path):
+    out = convert(source, tmp_path / "out", format="nvfp4", activation_scales=1000.0).output
+    done = CliRunner().invoke(cli, ["verify", str(out), "--against", str(source)])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert said.count("with its activation scales and by") == 1
+    assert "with --statistics FILE --activation-scales statistics, or run the experts" in said
+    assert "the same of 1 other layer: --json has each" in said
 
 
 def test_the_command_says_why(source, tmp_path):

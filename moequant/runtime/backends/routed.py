@@ -14,6 +14,7 @@ from moequant.runtime.activations import (
 from moequant.runtime.backends.base import PackedExperts
 from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
 from moequant.runtime.capture import capturing, plain_mode
+from moequant.runtime.no_gradient import refuse_gradient
 from moequant.runtime.routing import merge_repeats, permute, reduce, route
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class BatchedExperts(_RoutedExperts):
             names: what messages call the fields of `tokens`; by default their names.
 
         Returns:
-            [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything.
+            [E, C, H] float32 or bfloat16; rows at or beyond an expert's count hold anything. A
+            backward pass through it raises UnsupportedError.
 
         Raises:
             UnsupportedError: another E, H, scheme or device than these experts have; dtypes or
@@ -122,7 +124,8 @@ class BatchedExperts(_RoutedExperts):
         """
         checked = check_batches(tokens, self.workload, names)
         with plain_mode(self.workload.device):
-            return self._run_batches(checked)
+            result = self._run_batches(checked)
+        return refuse_gradient(result, tokens.qdata, tokens.scale)
 
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
         M, E = routing.expert.shape[0], self.workload.experts
