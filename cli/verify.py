@@ -143,7 +143,9 @@ def _unfit_scales(report: Report) -> Iterator[str]:
     found = [layer.warning for layer in report.layers if layer.warning is not None]
     yield from found[:1]
     if len(found) > 1:
-        yield f"the same of {count(len(found) - 1, 'other layer')}: --json has each"
+        others = len(found) - 1
+        have = "has" if others == 1 else "have"
+        yield f"{count(others, 'other layer')} {have} the same warning; --json shows each"
 
 
 def _note(out: Output, report: Report) -> None:

@@ -43,7 +43,8 @@ def changing(path: Path) -> Iterator[None]:
         OSError: it cannot be locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    # Only to read, which a file of another user allows.
+    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

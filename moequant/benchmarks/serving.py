@@ -50,6 +50,7 @@ from moequant.conversion import convert
 from moequant.errors import ArgumentError, MoequantError, UnsupportedError, unknown_name
 from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
+from moequant.runtime.activations import FP8_TENSOR
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -225,6 +226,11 @@ def _check(
         raise ArgumentError(
             f"a profile is of a GPU, but engines are to be timed on {measure.device}; leave out "
             "--profile, or choose --device cuda"
+        )
+    if measure.activations == FP8_TENSOR and "vllm+moequant" in measure.engines:
+        raise ArgumentError(
+            f"activations {FP8_TENSOR} are not served by vllm+moequant, which pads steps for CUDA "
+            "graphs; choose others, such as fp8_token, or other engines"
         )
     for path in checkpoints:
         Checkpoint.open(path)

@@ -28,6 +28,7 @@ from moequant.benchmarks.machine import cuda_device
 from moequant.errors import ArgumentError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.kernels.calls import part_tokens
+from moequant.kernels.shared_files import changing
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.storage.disk import check_writable
@@ -237,6 +238,14 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None, backend: str | 
                 f"{table.parent}: cannot be created: {error.strerror}; name another table"
             ) from error
         check_writable(table)
+        try:
+            with changing(table):
+                pass
+        except OSError as error:
+            raise MoequantError(
+                f"{table}.lock: cannot be locked: {error.strerror}; remove it, or name another "
+                "table"
+            ) from error
 
 
 def _tuned(

@@ -121,7 +121,10 @@ def check_batches(
             f"{called['scale']} is given, but the scheme none has no scales; leave it out"
         )
     for field, (dtypes, shape) in needed.items():
-        _check_field(called[field], getattr(tokens, field), dtypes, shape, workload.device)
+        tensor: Tensor | None = getattr(tokens, field)
+        if tensor is None:
+            raise UnsupportedError(f"{called[field]} is None, but {tokens.scheme} needs {shape}")
+        _check_field(called[field], tensor, dtypes, shape, workload.device)
     if tokens.counts.device.type == "cpu":
         _check_capacity(called["counts"], tokens.counts, C)
         return tokens
@@ -131,13 +134,11 @@ def check_batches(
 
 def _check_field(
     name: str,
-    tensor: Tensor | None,
+    tensor: Tensor,
     dtypes: tuple[torch.dtype, ...],
     shape: list[int],
     device: torch.device,
 ) -> None:
-    if tensor is None:
-        raise UnsupportedError(f"{name} is None, but these tokens need {shape}")
     check_tensor(name, tensor)
     if list(tensor.shape) != shape or tensor.dtype not in dtypes:
         raise UnsupportedError(

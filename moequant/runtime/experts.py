@@ -205,6 +205,9 @@ class FusedExperts(nn.Module):
             if out is not None:
                 check_out(out, hidden_states, hidden_scale)
             output: Tensor = experts_op.fused_experts(self._handle, *arguments)
+            if out is not None and output.requires_grad:
+                # Not `out` itself, which would keep the graphs of earlier calls.
+                return out.detach().copy_(output)
             return output if out is None else out.copy_(output)
         return self.run(*arguments, out=out, workspace=workspace)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # were off by 1.2 to 2.0 times as much, and by 0.25 to 0.32 in NVFP4, the coarsest format with
 # static scales.
 UNFIT_RATIO = 3.0
-"""With scales that fit, activations make the error of a layer at most so many times as large."""
+"""Above so many times the error without activations, scales are taken not to fit."""
 UNFIT_ERROR = 0.5
 """An error up to this is no reason to warn: a quarter of the output's sum of squares."""
 

@@ -332,6 +332,13 @@ def test_nothing_to_time_and_no_checkpoint_are_refused(tmp_path):
         bench_serving([], source, ServingMeasure())
 
 
+def test_one_scale_for_all_tokens_is_refused_for_the_plug_in_before_anything_is_timed():
+    source = RandomSource(shape="qwen3-30b", layers=1, vocabulary=None, formats=("fp8_channel",))
+    measure = ServingMeasure(activations="fp8_tensor", engines=("moequant", "vllm+moequant"))
+    with pytest.raises(ArgumentError, match=r"fp8_tensor are not served by vllm.moequant"):
+        bench_serving([], source, measure)
+
+
 def test_the_plot_has_a_bar_for_every_figure():
     def engine(name, *shares):
         decode = [

@@ -193,6 +193,13 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(
     assert fake.asked == []
 
 
+def test_a_table_that_cannot_be_locked_is_refused_before_anything_is_timed(fake, tmp_path):
+    (tmp_path / "t.json.lock").mkdir()
+    with pytest.raises(MoequantError, match=r"t\.json\.lock: cannot be locked: Is a directory"):
+        tune_fp8({"small": SMALL}, [1], path=tmp_path / "t.json")
+    assert fake.asked == []
+
+
 def test_a_broken_table_of_the_users_is_tuned_again_from_anothers(fake, tmp_path):
     path = FAMILY.write(problem(1), Tiling(rows=64), 5.0)
     path.write_text("{")

@@ -75,6 +75,18 @@ def test_memory_given_for_the_result_keeps_no_graph(layers):
         result.sum().backward()
 
 
+def test_memory_given_to_compiled_calls_keeps_no_graph(layers):
+    layer = layers.make()
+    experts = FusedExperts(layer.weights)
+    compiled = torch.compile(experts, backend="eager")
+    out = torch.empty_like(layer.hidden)
+    for _ in range(2):
+        result = compiled(*call_with_gradient(layer, 0), out=out)
+        assert result.data_ptr() == out.data_ptr()
+        assert result.requires_grad
+        assert not out.requires_grad
+
+
 def test_inference_tensors_stay_what_they_are():
     with torch.inference_mode():
         result = torch.zeros(3)

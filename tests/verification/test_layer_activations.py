@@ -155,7 +155,7 @@ def test_the_command_warns_of_scales_once(source, tmp_path):
     said = " ".join(done.stderr.split())
     assert said.count("with its activation scales and by") == 1
     assert "with --statistics FILE --activation-scales statistics, or run the experts" in said
-    assert "the same of 1 other layer: --json has each" in said
+    assert "1 other layer has the same warning; --json shows each" in said
 
 
 def test_the_command_says_why(source, tmp_path):
