@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moequant.errors import MoequantError, SlowPathWarning
-from moequant.kernels.shared_files import write_whole
+from moequant.kernels.shared_files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def cached_cubin(key: str, compile: Callable[[], bytes]) -> bytes:
     if cubin is None:
         cubin = compile()
         try:
-            write_whole(path, cubin + hashlib.sha256(cubin).digest())
+            write_atomically(path, cubin + hashlib.sha256(cubin).digest())
         except OSError as error:
             _warn(path.parent, error)
     return cubin

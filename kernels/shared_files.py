@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that readers find as it was or as it is; makes its folder if there is none.
 
     Raises:
@@ -33,7 +33,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """Wait for others that change `path`, and let others wait; makes its folder if there is none.
 
     By a lock on the file `path`.lock, which stays: of a file that is removed and made again, two

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moequant.errors import MoequantError
 from moequant.kernels.cubin_cache import cache_dir
 from moequant.kernels.routing import likely_tile_rows
-from moequant.kernels.shared_files import changing, write_whole
+from moequant.kernels.shared_files import exclusive_lock, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -233,10 +233,10 @@ class Tilings(ABC):
         """
         path = path or self.user_table(problem.gpu)
         row = {"tokens": problem.tokens, **asdict(tiling), "time_us": round(time_us, 1)}
-        with changing(path):
+        with exclusive_lock(path):
             shapes = self._rows_to_keep(path, problem)
             shapes.setdefault(problem.sizes, {})[problem.tokens] = row
-            write_whole(path, self._document(problem, shapes).encode())
+            write_atomically(path, self._document(problem, shapes).encode())
         forget_tables()
         return path
 

@@ -28,7 +28,7 @@ from moequant.benchmarks.machine import cuda_device
 from moequant.errors import ArgumentError, MoequantError, UnsupportedError
 from moequant.formats import CONVERTIBLE
 from moequant.kernels.calls import part_tokens
-from moequant.kernels.shared_files import changing
+from moequant.kernels.shared_files import exclusive_lock
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.storage.disk import check_writable
@@ -239,7 +239,7 @@ def _check_tables(tables: Mapping[str, Path], path: Path | None, backend: str | 
             ) from error
         check_writable(table)
         try:
-            with changing(table):
+            with exclusive_lock(table):
                 pass
         except OSError as error:
             raise MoequantError(

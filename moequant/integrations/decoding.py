@@ -174,7 +174,7 @@ class Decoder:
         # The model holds this; a cycle would keep its weights until the garbage collector runs.
         self._model = ref(model)
         self._steps: WeakKeyDictionary[Cache, _Steps] = WeakKeyDictionary()
-        self._read: _Read | None = None
+        self._read: _GraphInputs | None = None
 
     def compiled_call(self, compile_config: object) -> Callable[..., Any]:
         """Instead of `PreTrainedModel.get_compiled_call`: one call of `generate` calls it once."""
@@ -182,7 +182,7 @@ class Decoder:
         if compile_config is not None:
             call: Callable[..., Any] = type(model).get_compiled_call(model, compile_config)
             return call
-        read = _Read(model)
+        read = _GraphInputs(model)
         if self._read is None or not read.is_as_before(self._read):
             self._steps.clear()
             self._read = read
@@ -372,7 +372,7 @@ def check_capturable(model: PreTrainedModel) -> None:
             )
 
 
-class _Read:
+class _GraphInputs:
     """What graphs of a model read: its weights where they are, and its experts as they are run.
 
     Of the experts, what their backend made and how many tokens they run at once. Other choices and
@@ -392,16 +392,16 @@ class _Read:
                 if tensor is not None:
                     self._addresses.append(tensor.data_ptr())
 
-    def is_as_before(self, before: _Read) -> bool:
+    def is_as_before(self, before: _GraphInputs) -> bool:
         """Whether graphs that were captured over `before` still hold; this was read just now."""
         return (
             self._addresses == before._addresses
             and self._max_tokens == before._max_tokens
-            and all(map(_are_one, self._packed, before._packed))
+            and all(map(_same_object, self._packed, before._packed))
         )
 
 
-def _are_one(new: ref[PackedExperts], old: ref[PackedExperts]) -> bool:
+def _same_object(new: ref[PackedExperts], old: ref[PackedExperts]) -> bool:
     """Whether both refer to one object, which is there."""
     packed = new()
     return packed is not None and packed is old()

@@ -101,7 +101,7 @@ def route(
     return Routing(expert=expert, weight=topk_weights.float().masked_fill(expert == NOWHERE, 0.0))
 
 
-def merge_repeats(routing: Routing) -> Routing:
+def merge_repeated_experts(routing: Routing) -> Routing:
     """The same with each expert of a token in one pair, the first, which has all its weights.
 
     Other pairs of that expert are NOWHERE. A routing without repeats stays as it is. Nothing waits

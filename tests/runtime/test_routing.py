@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moequant.errors import UnsupportedError
-from moequant.runtime.routing import Routing, merge_repeats, permute, reduce, route
+from moequant.runtime.routing import Routing, merge_repeated_experts, permute, reduce, route
 
 
 def routing_of(ids, *, experts, expert_map=None):
@@ -50,7 +50,7 @@ def some_ids(draw):
 def test_repeats_of_an_expert_are_merged_into_its_first_pair():
     weight = torch.tensor([[1.0, 2, 4, 8], [1, 2, 4, 8], [0, 2, 0, 8]])
     expert = torch.tensor([[3, 0, 3, 3], [2, 2, 0, 0], [-1, 5, -1, 5]])
-    merged = merge_repeats(Routing(expert=expert, weight=weight))
+    merged = merge_repeated_experts(Routing(expert=expert, weight=weight))
     assert merged.expert.tolist() == [[3, 0, -1, -1], [2, -1, 0, -1], [-1, 5, -1, -1]]
     assert merged.weight.tolist() == [[13, 2, 0, 0], [3, 0, 12, 0], [0, 10, 0, 0]]
 
@@ -61,7 +61,7 @@ def test_a_routing_without_repeats_is_not_changed_by_merging(shape):
     expert = torch.rand(shape[0], 9, generator=g).argsort(1)[:, : shape[1]] - 1
     weight = torch.randn(shape, generator=g).masked_fill(expert < 0, 0.0)
     weight[:1, :1] = torch.nan
-    merged = merge_repeats(Routing(expert=expert, weight=weight))
+    merged = merge_repeated_experts(Routing(expert=expert, weight=weight))
     assert torch.equal(merged.expert, expert)
     assert torch.equal(merged.weight.view(torch.int32), weight.view(torch.int32))
 

@@ -15,7 +15,7 @@ from moequant.runtime.backends.base import PackedExperts
 from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
 from moequant.runtime.capture import capturing, plain_mode
 from moequant.runtime.no_gradient import refuse_gradient
-from moequant.runtime.routing import merge_repeats, permute, reduce, route
+from moequant.runtime.routing import merge_repeated_experts, permute, reduce, route
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -131,7 +131,7 @@ class BatchedExperts(_RoutedExperts):
         M, E = routing.expert.shape[0], self.workload.experts
         if capturing(routing.expert.device):
             # So that M places are enough.
-            routing, capacity = merge_repeats(routing), M
+            routing, capacity = merge_repeated_experts(routing), M
         else:
             # `route` has waited for the device already. In 64s, the rows of the largest tile, so
             # that a call before a capture compiles the kernels that the captured one runs.
