@@ -58,18 +58,18 @@ __device__ __forceinline__ void multiply_small(float (&sum)[2][ACC], Worker& at,
   float d[2][ACC];
   u32 a[2][16];
   float2 by[2];
-  Packed packed;
+  Packed packed[2];
   auto await_stage = [&]() {
     stages.await(ring);
-    packed.load(stages.panel(ring.stage), 0);
+    packed[0].load(stages.panel(ring.stage), 0);
+    packed[1].load(stages.panel(ring.stage), 1);
   };
   if (at.k_begin < at.k_end) await_stage();  // a part of a short K may be empty
   for (int k = at.k_begin; k < at.k_end; ++k) {
     const u32 s = ring.stage;
     const u64 x = descriptor(stages.x(s));
-    by[0] = start(d[0], a[0], packed, x);
-    packed.load(stages.panel(s), 1);
-    by[1] = start(d[1], a[1], packed, x);
+    by[0] = start(d[0], a[0], packed[0], x);
+    by[1] = start(d[1], a[1], packed[1], x);
     ring.next();
     if (k + 1 < at.k_end) await_stage();
     wgmma_wait<1>();
