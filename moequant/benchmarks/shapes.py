@@ -31,6 +31,7 @@ SHAPES = {
     "deepseek-v3": LayerShape(256, 7168, 2048, 8),
     "mixtral-8x7b": LayerShape(8, 4096, 14336, 2),
     "gpt-oss-120b": LayerShape(128, 2880, 2880, 4, SWIGLUOAI, biased=True),
+    "gpt-oss-20b": LayerShape(32, 2880, 2880, 4, SWIGLUOAI, biased=True),
 }
 """From the config.json of each release."""
 _OTHER_NAMES = {"gpt-oss": "gpt-oss-120b"}

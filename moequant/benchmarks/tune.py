@@ -151,8 +151,8 @@ def tune(
 
     Raises:
         ArgumentError: more tokens than are run at once, or several tables for one `path`.
-        UnsupportedError: no such device, no backend there that has tilings, or a file at `path`
-            that is no table of this GPU.
+        UnsupportedError: no such device, no backend there that has tilings, a format in `formats`
+            that holds none of the layers, or a file at `path` that is no table of this GPU.
         NumericsError: a tiling computes something else than the experts.
         MoequantError: a table cannot be written, which is asked before anything is timed.
         OSError: a table could be written when that was asked, and can no longer be.
@@ -160,19 +160,20 @@ def tune(
     place = cuda_device(device)
     _check_tokens(shapes, tokens)
     layer_of = partial(TunedLayer, backend=backend, device=place, activations=activations)
-    refusals: dict[str, str] = {}
+    refusals: dict[tuple[str, str], UnsupportedError] = {}
     tables: dict[tuple[str, str], Path] = {}
     for name, shape in shapes.items():
         for each in CONVERTIBLE if formats is None else formats:
             try:
                 tuner = layer_of(replace(shape, experts=1, topk=1), each).tuner
             except UnsupportedError as error:
-                if formats is not None:
-                    raise
-                refusals[f"{name}, {each}"] = str(error)
+                refusals[name, each] = error
                 continue
             if tuner is not None:
                 tables[name, each] = tuner.table(path)
+    for each in formats or ():
+        if all((name, each) in refusals for name in shapes):
+            raise refusals[next(iter(shapes)), each]
     table_of = {each: table for (_, each), table in tables.items()}
     _check_tables(table_of, path, backend)
     report = progress or SilentProgress()
@@ -187,7 +188,7 @@ def tune(
         "gpu": torch.cuda.get_device_name(place),
         "activations": activations,
         "tables": {each: str(table) for each, table in table_of.items()},
-        "refusals": refusals,
+        "refusals": {", ".join(layer): str(error) for layer, error in refusals.items()},
         "cells": cells,
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moequant._version import __version__
@@ -15,7 +14,7 @@ from moequant.calibration.work_folder import EMBEDDING, WorkFolder
 from moequant.conversion import copied_sidecars
 from moequant.conversion.source_identity import source_digests, source_state
 from moequant.device import usable_device
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import DataError, MoequantError, UnsupportedError
 from moequant.integrations.expert_inputs import ExpertInputs
 from moequant.integrations.layerwise import LayerwiseModel
 from moequant.integrations.tokenizer import vocabulary_size
@@ -24,6 +23,7 @@ from moequant.progress import SilentProgress
 from moequant.statistics import PRIOR_TOKENS, Statistics, StatisticsRecord, StatisticsWriter
 from moequant.statistics.record import digest_names, moments_digest
 from moequant.statistics.tensors import all_specs
+from moequant.storage.given_path import given_path
 from moequant.storage.headers import bit_count
 from moequant.storage.locate import locate
 from moequant.streaming.compute import DTYPES, dtype_name_for, facts_of_run
@@ -33,6 +33,7 @@ from moequant.streaming.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import torch
     from torch import Tensor
@@ -140,15 +141,16 @@ def calibrate(
             be written.
         CheckpointError: the source is damaged or incomplete, or changes.
         UnsupportedError: transformers has no class for the model, or one whose layers or experts
-            cannot be run one by one; or a device that cannot be used.
+            cannot be run one by one; a device that cannot be used; or a path that is neither a text
+            nor a path.
         DataError: the data cannot be used.
         StatisticsError: the model computes NaN.
     """
     started = time.monotonic()
     run = _Calibration.prepare(
         source=locate(source, revision),
-        data_file=Path(data),
-        output=Path(output),
+        data_file=given_path("data", data, what="text or a dataset", error=DataError),
+        output=given_path("output", output, what="the file to write", error=MoequantError),
         tokens=tokens,
         window_tokens=window_tokens,
         batch_tokens=batch_tokens,

@@ -39,6 +39,7 @@ from moequant.formats import (
     get_format,
     unknown_format,
 )
+from moequant.storage.given_path import path_text
 from moequant.storage.schema_errors import field_path
 from moequant.storage.toml_files import parse_toml, read_text
 
@@ -307,16 +308,16 @@ def load_recipe(name_or_file: str | Path) -> Recipe:
 
     Raises:
         RecipeError: no such recipe, not TOML, or against the schema; names the key.
+        UnsupportedError: neither a text nor a path.
     """
-    path = Path(name_or_file)
-    shipped = str(name_or_file) in shipped_recipes()
-    if shipped:
-        source = resources.files("moequant.recipes").joinpath(f"{name_or_file}.toml")
+    given = path_text("recipe", name_or_file, "the name of a recipe or the path of a TOML file")
+    if given in shipped_recipes():
+        source = resources.files("moequant.recipes").joinpath(f"{given}.toml")
         text = source.read_text("utf-8")
-    elif not str(name_or_file):  # pathlib takes it for the current folder
+    elif not given:  # pathlib takes it for the current folder
         raise RecipeError(unknown_name("recipe", "", shipped_recipes()))
     else:
-        text = _read_file(path)
+        text = _read_file(Path(given))
     try:
         return Recipe.model_validate(parse_toml(text))
     except ValidationError as error:

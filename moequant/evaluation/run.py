@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moequant.conversion import copied_sidecars
 from moequant.conversion.source_identity import source_digests
 from moequant.device import usable_device
-from moequant.errors import ArgumentError, UnsupportedError
+from moequant.errors import ArgumentError, DataError, MoequantError, UnsupportedError
 from moequant.evaluation.figures import figures_of
 from moequant.evaluation.kept import KeptReference, write_kept
 from moequant.evaluation.memory import memory_of
@@ -24,6 +24,7 @@ from moequant.evaluation.windows import read_windows
 from moequant.integrations.runtime_experts import RuntimeExperts
 from moequant.progress import SilentProgress
 from moequant.storage.disk import explained
+from moequant.storage.given_path import given_path
 from moequant.storage.locate import locate
 from moequant.streaming.activations import read_activations, remove_activations
 from moequant.streaming.compute import DTYPES, dtype_name_for, facts_of_run
@@ -172,7 +173,8 @@ def evaluate(
         CheckpointError: a checkpoint is damaged, incomplete, or computes NaN; or, to run on the
             runtime, is not converted.
         UnsupportedError: tokenizers or vocabularies differ; transformers has no class for the
-            model, or one that cannot be run layer by layer; or the runtime cannot run it.
+            model, or one that cannot be run layer by layer; the runtime cannot run it; or a path is
+            neither a text nor a path.
         DataError: the data cannot be used.
     """
     started = time.monotonic()
@@ -180,7 +182,7 @@ def evaluate(
     run = _Evaluation.prepare(
         reference=locate(reference, revision, argument="reference"),
         tests=_located(tests),
-        data=Path(data),
+        data=given_path("data", data, what="text or a dataset", error=DataError),
         windows=windows,
         window_tokens=window_tokens,
         batch_tokens=batch_tokens,
@@ -195,7 +197,7 @@ def evaluate(
         device=place,
         dtype=dtype_name_for(dtype, place),
         noise_floor=noise_floor,
-        keep=None if keep is None else Path(keep),
+        keep=None if keep is None else given_path("keep", keep, what="a file", error=MoequantError),
         architecture=architecture,
     )
     if on_plan is not None:
@@ -366,7 +368,9 @@ class _Evaluation:
 
 def _temporary_folder(parent: str | Path | None) -> tempfile.TemporaryDirectory[str]:
     """A new folder that is removed at the end; raises MoequantError if it cannot be made."""
-    within = Path(tempfile.gettempdir() if parent is None else parent)
+    within = Path(tempfile.gettempdir())
+    if parent is not None:
+        within = given_path("folder", parent, what="a folder", error=MoequantError)
     with explained(within, "written"):
         return tempfile.TemporaryDirectory(prefix="moequant-evaluate-", dir=within)
 

@@ -24,6 +24,7 @@ from moequant.reporting.saved import (
 )
 from moequant.statistics import Statistics
 from moequant.storage.files import RECORD_FILE
+from moequant.storage.given_path import given_path
 from moequant.storage.hub_folder import open_headers
 from moequant.storage.process_memory import peak_resident_bytes
 from moequant.storage.reader import FixedFile
@@ -105,15 +106,16 @@ def make_report(
         MoequantError: no checkpoint or one twice, a saved result that is none or is of no
             checkpoint here.
         CheckpointError: source or checkpoint cannot be read, or a conversion is unfinished.
-        UnsupportedError: an unknown architecture or quantization.
+        UnsupportedError: an unknown architecture or quantization, or a path that is neither a text
+            nor a path.
         StatisticsError: statistics or activation scales are damaged, missing, or others than those
             of a checkpoint.
     """
     started = time.monotonic()
     paths = _directories(converted)
-    earlier = _by_output(paths, map(Path, verified), read_verification, _is_verified)
-    made = _by_output(paths, map(Path, conversions), read_conversion, _is_converted)
-    found = [read_evaluation(Path(file)) for file in evaluations]
+    earlier = _by_output(paths, _saved("verified", verified), read_verification, _is_verified)
+    made = _by_output(paths, _saved("conversions", conversions), read_conversion, _is_converted)
+    found = [read_evaluation(file) for file in _saved("evaluations", evaluations)]
     measured = None if statistics is None else Statistics.load(statistics)
     coverage = None if measured is None else _calibration(measured)
     before = None
@@ -208,6 +210,12 @@ def _by_output(
             raise MoequantError(f"{file}: another result of {path} was given; give one of the two")
         found[path] = result
     return found
+
+
+def _saved(argument: str, files: Iterable[str | Path]) -> list[Path]:
+    """The files of an argument, which is named where one is no path."""
+    what = "a saved result"
+    return [given_path(argument, file, what=what, error=MoequantError) for file in files]
 
 
 def _is_verified(result: dict[str, Any], path: Path) -> bool:

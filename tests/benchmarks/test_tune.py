@@ -267,8 +267,12 @@ def test_activations_choose_the_kernels_and_the_table(fake, tmp_path):
 def test_a_format_that_is_named_is_tuned_or_refused(fake):
     (cell,) = tune({"small": SMALL}, [1], formats=["w4a8"])["cells"]
     assert cell["format"] == "w4a8"
+    odd = replace(SMALL, hidden=4160)
     with pytest.raises(UnsupportedError, match="no multiple of 128"):
-        tune({"odd": replace(SMALL, hidden=4160)}, [1], formats=["w4a8"])
+        tune({"odd": odd, "odd too": odd}, [1], formats=["fp8_block", "w4a8"])
+    result = tune({"odd": odd, "small": SMALL}, [1], formats=["w4a8"])
+    assert [cell["shape"] for cell in result["cells"]] == ["small"]
+    assert result["refusals"] == {"odd, w4a8": "K is no multiple of 128"}
     with pytest.raises(UnsupportedError, match="no backend that runs here has tilings"):
         tune({"small": SMALL}, [1], formats=["mxfp4"])
 

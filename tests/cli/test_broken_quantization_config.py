@@ -12,6 +12,11 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_without_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def with_entry(make_checkpoint, tmp_path):
     """with_entry(entry, section=None): a checkpoint in BF16 whose config.json has this entry."""

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from moequant.calibration import calibrate
 from moequant.conversion import convert
+from moequant.conversion.recipe import load_recipe
 from moequant.errors import ArgumentError, CheckpointError, StatisticsError, UnsupportedError
+from moequant.evaluation import evaluate
 from moequant.publishing import push
+from moequant.reporting import make_report
 from moequant.runtime import load_experts
 from moequant.storage.given_path import given_path
 from moequant.verification import verify
@@ -86,6 +90,28 @@ def test_what_is_no_file_to_publish_is_refused_by_name(make_checkpoint, tmp_path
     out = convert(make_checkpoint(), tmp_path / "out", format="fp8_block").output
     with pytest.raises(UnsupportedError, match=said):
         push(out, "owner/name", dry_run=True, **given)
+
+
+@pytest.mark.parametrize("given", [None, 5, b"x"])
+def test_what_is_no_file_to_read_or_write_is_refused_by_name(given, tmp_path):
+    with refused_as("data"):
+        calibrate(tmp_path, data=given, output=tmp_path / "x")
+    with refused_as("output"):
+        calibrate(tmp_path, data=tmp_path, output=given)
+    with refused_as("data"):
+        evaluate(tmp_path, [tmp_path], data=given)
+    with refused_as("recipe"):
+        load_recipe(given)
+    (tmp_path / "config.json").write_text("{}")
+    for argument in ("verified", "conversions", "evaluations"):
+        with refused_as(argument):
+            make_report([tmp_path], **{argument: [given]})
+
+
+@pytest.mark.parametrize("given", [5, b"x"])
+def test_what_is_no_file_to_keep_is_refused_by_name(given, tmp_path):
+    with refused_as("keep"):
+        evaluate(tmp_path, [tmp_path], data=tmp_path, keep=given)
 
 
 @pytest.mark.parametrize("given", [{"repo_id": None}, {"repo_id": "a/b", "revision": 5}])
