@@ -156,6 +156,7 @@ def _backends(asked: str) -> Iterator[dict[str, Any]]:
             "runs": reason is None,
             "by_default": reason is None and device in backend.default_on,
             "reason": reason,
+            "has_kernels": backend.formats is None or format.name in backend.formats,
             "never_run": backend.never_run and _is_for(backend, format, workload.activations),
         }
 
@@ -216,6 +217,8 @@ def _show_backends(out: Output, document: Mapping[str, Any]) -> None:
     # A row for the formats of which a backend says the same.
     alike: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
     for b in document["backends"]:
+        if not b["has_kernels"]:
+            continue
         multiples = _multiples(b["hidden_multiple"], b["intermediate_multiple"])
         verdict = _verdict(b) + f"; {NEVER_RUN}" * b["never_run"]
         said = (b["backend"], b["activations"], multiples, verdict)

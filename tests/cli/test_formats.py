@@ -116,7 +116,7 @@ def test_backends_are_asked_with_the_activations_that_are_named(run):
 
 def test_formats_of_which_a_backend_says_the_same_share_a_line(run):
     words = " ".join(run("formats", "--backends").stdout.split())
-    assert "sm90_w4a16 nvfp4, mxfp4 none no: needs a CUDA device sm90_w4a16" in words
+    assert "sm90_w4a16 nvfp4, mxfp4 none no: needs a CUDA device sm90_fp8_channel" in words
 
 
 def test_backends_that_no_gpu_has_run_are_marked(document):
@@ -128,10 +128,18 @@ def test_backends_that_no_gpu_has_run_are_marked(document):
     assert all("runs only" not in r["reason"] for r in rows if r["never_run"])
 
 
+def test_a_format_that_a_backend_has_no_kernels_for_has_no_line(run, document):
+    assert "runs only" not in run("formats", "--backends").stdout
+    for row in document["backends"]:
+        refused = (row["reason"] or "").startswith("runs only ")
+        assert row["has_kernels"] == (not refused)
+    of = {(r["backend"], r["format"]) for r in document["backends"] if r["has_kernels"]}
+    assert {(b, f) for b, f in of if b == "cutlass_fp4"} == {
+        ("cutlass_fp4", "nvfp4"), ("cutlass_fp4", "mxfp4")
+    }  # fmt: skip
+
+
 def test_a_pair_that_a_backend_has_no_kernels_for_has_no_mark(run):
-    words = " ".join(run("formats", "--backends").stdout.split())
-    assert "no: runs only nvfp4 and mxfp4 deepgemm_fp4" in words
-    assert "no: runs only nvfp4 and mxfp4; compiled" not in words
     asked = run("formats", "--activations", "mxfp8", "--json").document["backends"]
     marked = {(r["backend"], r["format"]) for r in asked if r["never_run"]}
     assert marked == {("deepgemm_fp4", "mxfp4"), ("deepgemm_fp4_batched", "mxfp4")}

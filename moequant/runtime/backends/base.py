@@ -198,6 +198,8 @@ class Backend(ABC):
 
     Until a report in docs/selftest says otherwise.
     """
+    formats: ClassVar[tuple[str, ...] | None] = None
+    """Formats that it has kernels for; None if it runs all. `supports` refuses the others."""
     layout: ClassVar[Layout] = STACKED
     """How its kernels read weights."""
     experts: ClassVar[type[PackedExperts]]

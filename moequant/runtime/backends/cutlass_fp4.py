@@ -106,6 +106,7 @@ class CutlassFp4(Backend):
 
     name = "cutlass_fp4"
     never_run = True
+    formats: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
     layout: ClassVar[Layout] = StackedTiles()
     experts: ClassVar[type[PackedExperts]] = CutlassFp4Experts
     multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)
@@ -115,7 +116,7 @@ class CutlassFp4(Backend):
         variant = _VARIANTS.get(workload.format)
         wanted = () if variant is None else tuple(_activations_of(variant))
         return (
-            why_not_kernels_for(workload, tuple(_VARIANTS), activations=wanted)
+            why_not_kernels_for(workload, self.formats, activations=wanted)
             or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )

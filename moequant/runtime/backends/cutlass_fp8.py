@@ -67,17 +67,19 @@ class CutlassFp8(Backend):
     equal. Nothing is read on the host: an id that is out of range contributes nothing, like -1, and
     raises no error.
 
-    Runs only when named: it is correct on an H200, but was not yet timed beside `sm90_fp8_channel`.
+    Runs only when named: `sm90_fp8_channel` is faster or as fast at nearly all sizes, see
+    docs/kernels.md.
     """
 
     name = "cutlass_fp8"
+    formats: ClassVar[tuple[str, ...]] = ("fp8_channel",)
     experts: ClassVar[type[PackedExperts]] = CutlassFp8Experts
     multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs fp8_channel, its activations, H and I in 16s, SM90, triton and CuTe DSL."""
         return (
-            why_not_kernels_for(workload, ("fp8_channel",), activations=("fp8_token", FP8_TENSOR))
+            why_not_kernels_for(workload, self.formats, activations=("fp8_token", FP8_TENSOR))
             or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )

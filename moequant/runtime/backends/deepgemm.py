@@ -13,7 +13,7 @@ from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import TMA_STRIDE_BYTES, why_not_sm90
 from moequant.runtime.backends.planned import PlannedExperts
 from moequant.runtime.backends.routed import BatchedExperts
-from moequant.runtime.backends.sm90_fp8_block import why_not_fp8_block
+from moequant.runtime.backends.sm90_fp8_block import FP8_BLOCK, why_not_fp8_block
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -62,6 +62,7 @@ class DeepGemm(Backend):
     """
 
     name = "deepgemm"
+    formats: ClassVar[tuple[str, ...]] = FP8_BLOCK
     experts: ClassVar[type[PackedExperts]] = DeepGemmExperts
     multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 

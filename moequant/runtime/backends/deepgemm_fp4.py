@@ -111,6 +111,7 @@ class DeepGemmFp4(Backend):
 
     name = "deepgemm_fp4"
     never_run = True
+    formats: ClassVar[tuple[str, ...]] = (Mxfp4.name,)
     layout: ClassVar[Layout] = StackedWords()
     experts: ClassVar[type[PackedExperts]] = DeepGemmFp4Experts
     multiples = (_COLUMNS_MULTIPLE, _COLUMNS_MULTIPLE)
@@ -118,7 +119,7 @@ class DeepGemmFp4(Backend):
     def supports(self, workload: Workload) -> str | None:
         """Needs MXFP4, activations in MXFP8, H and I in 128s, SM100, triton, deep_gemm and nvcc."""
         return (
-            why_not_kernels_for(workload, (Mxfp4.name,), activations=(MXFP8,))
+            why_not_kernels_for(workload, self.formats, activations=(MXFP8,))
             or why_not_multiples(workload, self.multiples)
             or _why_not_on(workload.device)
         )

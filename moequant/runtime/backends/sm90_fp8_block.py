@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moequant.runtime.backends.base import Backend
 from moequant.runtime.backends.capability import (
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
+FP8_BLOCK = ("fp8_block",)
+
 
 class Sm90Fp8Block(Backend):
     """FP8 GEMMs with activations in FP8 groups of 128, quantized as `quantize_activations` does.
@@ -33,6 +35,7 @@ class Sm90Fp8Block(Backend):
 
     name = "sm90_fp8_block"
     default_on = ("cuda",)
+    formats: ClassVar[tuple[str, ...]] = FP8_BLOCK
     multiples = (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES)
 
     def supports(self, workload: Workload) -> str | None:
@@ -59,5 +62,5 @@ class Sm90Fp8Block(Backend):
 
 def why_not_fp8_block(workload: Workload) -> str | None:
     """Why kernels that read FP8 blocks by TMA do not run `workload` on any GPU; None if they do."""
-    reason = why_not_kernels_for(workload, ("fp8_block",), activations=("fp8_group128",))
+    reason = why_not_kernels_for(workload, FP8_BLOCK, activations=("fp8_group128",))
     return reason or why_not_multiples(workload, (TMA_STRIDE_BYTES, TMA_STRIDE_BYTES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.backends.base import Backend
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from moequant.runtime.backends.base import PackedExperts
     from moequant.runtime.workload import Workload
 
-_FORMATS = ("fp8_channel", "fp8_tensor")
 _ACTIVATIONS = ("fp8_token", FP8_TENSOR, "fp8_static")
 
 
@@ -39,11 +38,12 @@ class Sm90Fp8Channel(Backend):
 
     name = "sm90_fp8_channel"
     default_on = ("cuda",)
+    formats: ClassVar[tuple[str, ...]] = ("fp8_channel", "fp8_tensor")
     multiples = (32, 16)
 
     def supports(self, workload: Workload) -> str | None:
         """Needs a format of its own, FP8 activations, sizes for TMA, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, _FORMATS, activations=_ACTIVATIONS)
+        reason = why_not_kernels_for(workload, self.formats, activations=_ACTIVATIONS)
         return reason or _why_not_sizes(workload) or why_not_sm90_nvrtc(workload.device)
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:

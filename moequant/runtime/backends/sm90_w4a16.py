@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moequant.errors import UnsupportedError
 from moequant.kernels.sm90_w4a16 import layout
@@ -80,16 +80,17 @@ class Sm90W4a16(Backend):
 
     name = "sm90_w4a16"
     default_on = ("cuda",)
+    formats: ClassVar[tuple[str, ...]] = _FORMATS
     layout = W4a16Panels()
 
     def supports(self, workload: Workload) -> str | None:
         """Needs nvfp4 or mxfp4, activations that are not quantized, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, _FORMATS, activations=("none",))
+        reason = why_not_kernels_for(workload, self.formats, activations=("none",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str, activations: str) -> Collection[str]:
         """See `Backend.serves`."""
-        return _FORMATS if (target, activations) == ("sm90", "none") else ()
+        return self.formats if (target, activations) == ("sm90", "none") else ()
 
     def load(self, tensors: Mapping[str, Tensor], workload: Workload) -> PackedExperts:
         """See `Backend.load`."""

@@ -125,6 +125,7 @@ class Sm90W4a8(Backend):
 
     name = "sm90_w4a8"
     default_on = ("cuda",)
+    formats: ClassVar[tuple[str, ...]] = ("w4a8",)
     layout: ClassVar[W4a8Panels] = W4a8Panels()
 
     def layout_of(self, tensors: Mapping[str, Tensor]) -> W4a8Panels:
@@ -133,7 +134,7 @@ class Sm90W4a8(Backend):
 
     def supports(self, workload: Workload) -> str | None:
         """Needs the format of its layout, activations in FP8 per token, SM90, triton and NVRTC."""
-        reason = why_not_kernels_for(workload, (self.layout.format,), activations=("fp8_token",))
+        reason = why_not_kernels_for(workload, self.formats, activations=("fp8_token",))
         return reason or why_not_sm90_nvrtc(workload.device)
 
     def serves(self, target: str, activations: str) -> Collection[str]:
@@ -174,6 +175,7 @@ class Sm90Mxfp4Fp8(Sm90W4a8):
     """
 
     name = "sm90_mxfp4_fp8"
+    formats = ("mxfp4",)
     layout = Mxfp4Panels()
     group_scaled: ClassVar[W4a8Panels] = Mxfp4GroupScaledPanels()
 
