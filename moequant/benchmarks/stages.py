@@ -31,11 +31,11 @@ def check_has_stages(experts: FusedExperts) -> None:
 
 
 def timed_tiling(experts: FusedExperts, tokens: int, topk: int) -> dict[str, int | bool] | None:
-    """The tiling of a call, or of its parts if it runs in parts; None where there is no choice."""
+    """The tiling of a call, or of its largest part; None where there is no choice."""
     tuner = experts.packed().tuner
     if tuner is None:
         return None
-    return asdict(tuner.tilings(experts.part_tokens(tokens, topk), topk)[0])
+    return asdict(tuner.tilings(experts.part_sizes(tokens, topk)[0], topk)[0])
 
 
 def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str, float]:
@@ -43,7 +43,7 @@ def time_stages(experts: FusedExperts, call: Inputs, *, rests: bool) -> dict[str
 
     In a call they overlap. The GEMMs' are with that of a launch which sets their counter to 0.
     """
-    part = experts.part_tokens(*call.ids.shape)
+    part, *_ = experts.part_sizes(*call.ids.shape)
     stages = experts.packed().stages(*(t[:part] for t in call.arguments))
     times = time_interleaved({n: [stage] * _CALLS for n, stage in stages.items()}, rests=rests)
     return {name: time.median_us for name, time in times.items()}

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from moequant.act_fn import ActFn
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import STATIC_SCHEMES, dequantize
@@ -479,8 +478,6 @@ def _check_same_model(model: PreTrainedModel, converted: ConvertedCheckpoint) ->
 
 
 def _text(value: object) -> str:
-    if isinstance(value, ActFn):
-        return f"{value.name} (alpha {value.alpha:g}, limit {value.limit})"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

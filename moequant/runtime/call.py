@@ -14,7 +14,6 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.kernels.calls import part_tokens
-from moequant.runtime.activations import FP8_TENSOR
 from moequant.runtime.inputs import NAMES, check_apart, check_inputs, check_out, check_workspace
 from moequant.runtime.no_gradient import refuse_gradient
 from moequant.runtime.routing import weight_input
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from moequant.runtime.backends import PackedExperts
     from moequant.runtime.inputs import ArgumentNames
-    from moequant.runtime.workload import Workload
 
 MAX_TOKENS = 8192
 """Tokens of a part, unless told otherwise: what servers put in one step, and beyond which no kernel
@@ -73,8 +71,9 @@ def run_experts(
         out = torch.empty(hidden_states.shape, dtype=dtype, device=hidden_states.device)
     else:
         check_out(out, hidden_states, hidden_scale, names)
-    parts = parts_of(tokens, max_tokens_of(packed.workload, topk, max_tokens))
-    size_bytes = workspace_bytes_of_parts(packed, tokens, topk, parts)
+    parts = count_parts(tokens, topk, max_tokens)
+    sizes = part_sizes(tokens, parts)
+    size_bytes = max(packed.workspace_bytes(size, topk) for size in sizes)
     if workspace is None:
         workspace = shared_workspace(hidden_states.device, size_bytes)
     else:
@@ -82,11 +81,6 @@ def run_experts(
     if given is not None:
         others = (hidden_states, topk_weights, topk_ids, hidden_scale, expert_map, workspace)
         check_apart(given, others, names)
-    arguments = hidden_states, topk_weights, topk_ids, hidden_scale
-    if weight_on_input:
-        hidden_states, hidden_scale, topk_weights = weight_input(
-            hidden_states, hidden_scale, topk_weights
-        )
     _run_parts(
         packed,
         (hidden_states, topk_weights, topk_ids, out),
@@ -94,8 +88,9 @@ def run_experts(
         parts=parts,
         workspace=workspace,
         expert_map=expert_map,
+        weight_on_input=weight_on_input,
     )
-    return refuse_gradient(out, *arguments)
+    return refuse_gradient(out, hidden_states, topk_weights, topk_ids, hidden_scale)
 
 
 def _run_parts(
@@ -106,6 +101,7 @@ def _run_parts(
     parts: int,
     workspace: Tensor,
     expert_map: Tensor | None,
+    weight_on_input: bool,
 ) -> None:
     """Run `tensors`, which are hidden states, router weights, ids and result, in so many parts."""
     split: Iterable[tuple[Tensor, ...]] = [tensors]
@@ -115,6 +111,8 @@ def _run_parts(
         if hidden_scale is not None:
             scales = hidden_scale.tensor_split(parts)
     for (hidden, weights, ids, result), scale in zip(split, scales, strict=True):
+        if weight_on_input:
+            hidden, scale, weights = weight_input(hidden, scale, weights)
         packed.run(
             hidden,
             weights,
@@ -126,29 +124,19 @@ def _run_parts(
         )
 
 
-def max_tokens_of(workload: Workload, topk: int, max_tokens: int) -> int:
-    """The most tokens of a part of a call.
+def count_parts(tokens: int, topk: int, max_tokens: int) -> int:
+    """In how many parts a call of [tokens, topk] token-expert pairs is run.
 
-    With one scale for all tokens, a part is what shares it: so no backend may split it again.
-
-    Args:
-        workload: of the experts.
-        topk: T.
-        max_tokens: what the caller wants.
+    A part has at most `max_tokens` tokens, and no more pairs than kernels sort at a time, so that
+    they need not split it again.
     """
-    return part_tokens(max_tokens, topk) if workload.activations == FP8_TENSOR else max_tokens
+    return max(-(-tokens // part_tokens(max_tokens, topk)), 1)
 
 
-def workspace_bytes_of_parts(packed: PackedExperts, tokens: int, topk: int, parts: int) -> int:
-    """Bytes of workspace that a call needs which is run in so many parts.
+def part_sizes(tokens: int, parts: int) -> tuple[int, ...]:
+    """The numbers of tokens of so many parts, the larger first; they differ by at most 1.
 
-    A part that is a token smaller may have another tiling, which needs more.
+    Kernels, their tilings and what they need of the workspace are chosen by them.
     """
     most, least = -(-tokens // parts), tokens // parts
-    size_bytes = packed.workspace_bytes(most, topk)
-    return size_bytes if most == least else max(size_bytes, packed.workspace_bytes(least, topk))
-
-
-def parts_of(tokens: int, max_tokens: int) -> int:
-    """How many parts of at most `max_tokens` tokens a call is run in; sizes differ by at most 1."""
-    return max(-(-tokens // max_tokens), 1)
+    return (most,) if most == least else (most, least)

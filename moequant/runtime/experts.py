@@ -13,13 +13,7 @@ from moequant.arguments import check_count
 from moequant.errors import UnsupportedError
 from moequant.runtime import experts_op
 from moequant.runtime.backends import PackedExperts
-from moequant.runtime.call import (
-    MAX_TOKENS,
-    max_tokens_of,
-    parts_of,
-    run_experts,
-    workspace_bytes_of_parts,
-)
+from moequant.runtime.call import MAX_TOKENS, count_parts, part_sizes, run_experts
 from moequant.runtime.capture import capturing
 from moequant.runtime.inputs import check_expert_map, check_input_scales, check_out
 from moequant.runtime.kept_memory import make_kept
@@ -233,27 +227,40 @@ class FusedExperts(nn.Module):
             check_activations(activations)
         ready = self._ready.get(activations)
         if ready is None or not ready.fits(self._buffers, self.backend):
-            ready = self._ready[activations] = self._make_ready(activations)
+            ready = self._make_ready(activations)
+            self._release_replaced()
+            self._ready[activations] = ready
         return ready.packed
 
-    def part_tokens(self, tokens: int, topk: int) -> int:
-        """The most tokens of a part of a call of [tokens, topk] token-expert pairs.
+    def _release_replaced(self) -> None:
+        """Keep no tensors that were buffers once."""
+        kept = {a: r for a, r in self._ready.items() if r.fits(self._buffers, self.backend)}
+        self._ready = kept
+
+    def part_sizes(self, tokens: int, topk: int) -> tuple[int, ...]:
+        """The numbers of tokens of the parts that a call of [tokens, topk] pairs runs in.
+
+        Returns:
+            One number, or two that differ by 1, the larger first.
 
         Raises:
-            UnsupportedError: no backend runs the experts where they are now, or `tokens` or `topk`
-                is no whole number, or less than 0.
+            UnsupportedError: `tokens` or `topk` is no whole number, or less than 0.
         """
         tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
-        most = max_tokens_of(self.packed().workload, topk, self.max_tokens)
-        return -(-tokens // parts_of(tokens, most))
+        return part_sizes(tokens, count_parts(tokens, topk, self.max_tokens))
 
     def kernels_for(self, tokens: int, topk: int) -> Hashable:
         """As `PackedExperts.kernels_for`, for a call that may run in parts.
 
         Raises:
-            UnsupportedError: as `part_tokens`.
+            UnsupportedError: as `part_sizes`, or no backend runs the experts where they are now.
         """
-        return self.packed().kernels_for(self.part_tokens(tokens, topk), topk)
+        packed = self.packed()
+        names = [packed.kernels_for(size, int(topk)) for size in self.part_sizes(tokens, topk)]
+        if None in names:
+            return None
+        first, *others = dict.fromkeys(names)
+        return (first, *others) if others else first
 
     def compile_ahead(self, tokens: Iterable[int], topk: int) -> None:
         """Compile kernels of calls of these tokens, as far as the backend compiles several at once.
@@ -265,10 +272,11 @@ class FusedExperts(nn.Module):
             topk: T.
 
         Raises:
-            UnsupportedError: as `part_tokens`.
+            UnsupportedError: as `kernels_for`.
             MoequantError: the compiler refuses a kernel.
         """
-        self.packed().compile_ahead([self.part_tokens(M, topk) for M in tokens], topk)
+        sizes = [size for M in tokens for size in self.part_sizes(M, topk)]
+        self.packed().compile_ahead(list(dict.fromkeys(sizes)), topk)
 
     def workspace_bytes(self, tokens: int, topk: int) -> int:
         """Bytes of scratch memory that a call of [tokens, topk] token-expert pairs needs.
@@ -277,12 +285,10 @@ class FusedExperts(nn.Module):
         what they need from torch's allocator, and say 0.
 
         Raises:
-            UnsupportedError: as `part_tokens`.
+            UnsupportedError: as `kernels_for`.
         """
-        tokens, topk = check_count("tokens", tokens), check_count("topk", topk)
-        packed = self.packed()
-        parts = parts_of(tokens, max_tokens_of(packed.workload, topk, self.max_tokens))
-        return workspace_bytes_of_parts(packed, tokens, topk, parts)
+        packed, sizes = self.packed(), self.part_sizes(tokens, topk)
+        return max(packed.workspace_bytes(size, int(topk)) for size in sizes)
 
     def run(
         self,
@@ -415,8 +421,7 @@ class FusedExperts(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        # Releases the old tensors.
-        self._ready = {a: r for a, r in self._ready.items() if r.fits(self._buffers, r.asked)}
+        self._release_replaced()
         return self
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from moequant.errors import UnsupportedError, unknown_name
-from moequant.runtime.activations import GROUPS, ActivationsChoice
+from moequant.runtime.activations import ActivationsChoice
 from moequant.runtime.backends import REGISTRY, backends
 from moequant.units import NEVER_RUN
 
@@ -86,12 +86,11 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     )
     if named is not None:
         lines = [_refusal_of(named, workload, layout, asked)]
-        advised = _advised_activations(named, workload, layout)
     else:
         reasons = {b: _why_not_default(b, workload, layout) for b in backends().values()}
         lines = [f"no backend runs {asked}:"]
         lines += [f"  {b.marked_name}: {reason}" for b, reason in reasons.items()]
-        advised = "none" if workload.activations in GROUPS else None
+    advised = _advised_activations(named, workload, layout)
     if advised is not None:
         quantized = " without quantized activations" if advised == "none" else ""
         lines.append(
@@ -101,12 +100,26 @@ def _refusal(workload: Workload, backend: str | None, layout: Layout | None) -> 
     return "\n".join(lines)
 
 
-def _advised_activations(backend: Backend, workload: Workload, layout: Layout | None) -> str | None:
-    """What callers can ask for instead so that `backend` runs the weights; "none" if that does."""
+def _advised_activations(
+    named: Backend | None, workload: Workload, layout: Layout | None
+) -> str | None:
+    """What callers can ask for instead so that a backend runs the weights, "none" before others.
+
+    Args:
+        named: the backend; None for those that are chosen by default.
+        workload: what was asked for.
+        layout: see `select`.
+    """
+
+    def is_run(asked: Workload) -> bool:
+        if named is not None:
+            return _why_not(named, asked, layout) is None
+        return any(_why_not_default(b, asked, layout) is None for b in backends().values())
+
     for scheme in get_args(ActivationsChoice):
         if scheme in ("format", workload.activations):
             continue
-        if _why_not(backend, replace(workload, activations=scheme), layout) is None:
+        if is_run(replace(workload, activations=scheme)):
             return str(scheme)
     return None
 

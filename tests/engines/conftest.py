@@ -11,8 +11,10 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -170,11 +172,15 @@ class Engines:
             plugins = {"VLLM_PLUGINS": "moequant" if "--moequant" in arguments else ""}
             command = [sys.executable, HERE / "one_engine.py", checkpoint, path, *arguments]
             with log.open("w") as file:
-                done = subprocess.run(
+                process = subprocess.Popen(
                     [str(part) for part in command], env={**os.environ, **SETTINGS, **plugins},
-                    stdout=file, stderr=subprocess.STDOUT, timeout=_SECONDS, check=False,
+                    stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
-            assert done.returncode == 0, log.read_text()[-4000:]
+                try:
+                    process.wait(_SECONDS)
+                finally:
+                    end_group(process)
+            assert process.returncode == 0, log.read_text()[-4000:]
 
         _make_once(out, run)
         return torch.load(out), log.read_text()
@@ -199,6 +205,13 @@ class Engines:
         with torch.no_grad():
             logits = model(input_ids=inputs, use_cache=False).logits
         return logits[:, :-1].float().log_softmax(-1).cpu()
+
+
+def end_group(process):
+    """End what is left of a process and of those it started, which would hold memory of the GPU."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class _Experts(torch.nn.Module):

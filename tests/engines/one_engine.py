@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROMPTS, LENGTH, NEW = 8, 24, 8
@@ -59,7 +60,14 @@ def run_ranks(ranks):
         of_rank = {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, "VLLM_DP_SIZE": str(ranks)}
         environment = {**os.environ, **address, **of_rank}
         running.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
-    return max(abs(process.wait()) for process in running)
+    # A rank would wait for one that has failed.
+    while all(process.poll() in (None, 0) for process in running):
+        if all(process.poll() == 0 for process in running):
+            return 0
+        time.sleep(0.1)
+    for process in running:
+        process.terminate()
+    return 1
 
 
 def run(given):

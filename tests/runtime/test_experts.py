@@ -17,6 +17,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import CONVERTIBLE, dequantize
 from moequant.runtime import ExpertWeights, FusedExperts, pack_experts
 from moequant.runtime.backends import torch_reference
+from moequant.runtime.routing import weight_input
 
 U = 2.0**-24
 
@@ -370,6 +371,34 @@ def test_a_module_that_moved_keeps_nothing_where_it_was(layers):
     assert left() is None
 
 
+def test_replaced_buffers_are_kept_by_no_choice_of_activations(layers):
+    layer, other = layers.make(), layers.make(seed=1)
+    module = plain(layer)
+    for activations in ("none", "fp8_token"):
+        module(*layer.call, activations=activations)
+    left = weakref.ref(module.w13_qdata)
+    module.load_state_dict(plain(other).state_dict(), assign=True)
+    arguments = layer.call
+    del layer
+    module(*arguments)
+    assert left() is None
+
+
+def test_a_weight_on_the_input_is_multiplied_part_by_part(layers, monkeypatch):
+    layer = layers.make()
+    call = (layer.hidden, layer.topk_weights[:, :1], layer.ids[:, :1])
+    whole = plain(layer)(*call, apply_router_weight_on_input=True)
+    rows = []
+    monkeypatch.setattr(
+        "moequant.runtime.call.weight_input",
+        lambda x, *others: (rows.append(len(x)), weight_input(x, *others))[1],
+    )
+    parts = plain(layer, max_tokens=5)(*call, apply_router_weight_on_input=True)
+    assert max(rows) <= 5
+    assert sum(rows) == len(layer.hidden)
+    assert torch.equal(parts, whole)
+
+
 def test_its_repr_says_format_and_sizes(layers):
     assert repr(plain(layers.make("mxfp4"))) == (
         "FusedExperts(mxfp4, experts=6, hidden=256, intermediate=128, backend=None, "
@@ -453,14 +482,14 @@ def test_numbers_of_pairs_are_checked(layers, name, wrong):
     experts = plain(layers.make())
     pairs = {"tokens": 4, "topk": 2, name: wrong}
     said = f"^{name} is {wrong!r}, but must be a whole number, at least 0$"
-    for method in (experts.workspace_bytes, experts.part_tokens, experts.kernels_for):
+    for method in (experts.workspace_bytes, experts.part_sizes, experts.kernels_for):
         with pytest.raises(UnsupportedError, match=said):
             method(**pairs)
 
 
 def test_numbers_of_pairs_may_be_integers_of_another_library(layers):
     experts = plain(layers.make())
-    assert experts.part_tokens(torch.tensor(5), 2) == 5
+    assert experts.part_sizes(torch.tensor(5), 2) == (5,)
     assert experts.workspace_bytes(torch.tensor(0), torch.tensor(0)) == 0
 
 

@@ -32,13 +32,18 @@ def test_the_reference_is_the_default_on_a_cpu_for_every_format():
             assert select(workload).name == "torch_reference"
 
 
-def test_a_refusal_of_fp4_activations_says_what_runs_the_weights():
+def test_a_refusal_says_which_activations_a_default_backend_takes(monkeypatch):
+    def supports(self, workload):
+        return None if workload.activations == "none" and workload.experts else "no"
+
+    monkeypatch.setattr(type(BACKENDS["triton"]), "supports", supports)
     said = r"activations=\"none\" runs the same weights .*--activations none$"
     with pytest.raises(UnsupportedError, match=said):
         select(replace(ON_CUDA, activations="nvfp4_static"))
-    with pytest.raises(UnsupportedError) as error:
-        select(ON_CUDA, "deepgemm")
-    assert "runs the same weights" not in str(error.value)
+    for asked in ({"activations": "nvfp4_static", "experts": 0}, {"activations": "none"}):
+        with pytest.raises(UnsupportedError) as error:
+            select(replace(ON_CUDA, **asked), *(("deepgemm",) if "experts" not in asked else ()))
+        assert "runs the same weights" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,16 @@ def test_calls_in_parts_need_the_kernels_of_a_part(layers, compiles):
     assert compiles.calls == (("ahead", [16], 2), *((16, 2),) * 4 * 6)
 
 
+def test_parts_of_two_sizes_need_the_kernels_of_both(layers, compiles):
+    """33 tokens run as 17 and 16, of which each has kernels of its own here."""
+    experts = FusedExperts(layers.make().weights, backend="compiles", max_tokens=32)
+    assert experts.part_sizes(33, 2) == (17, 16)
+    assert experts.kernels_for(33, 2) != experts.kernels_for(17, 2)
+    assert warm_up(experts, [33], 2) == [33]
+    assert compiles.calls == (("ahead", [17, 16], 2), *((17, 2), (16, 2)) * 6)
+    assert warm_up(experts, [17, 16, 33], 2) == [16, 17, 33]
+
+
 def test_a_backend_that_compiles_nothing_runs_nothing(layers):
     experts = FusedExperts(layers.make().weights)
     assert warm_up(experts, range(1, 9), 2) == []

@@ -228,7 +228,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return sent
         call, on_input = (x, topk_weights, topk_ids), layer.apply_router_weight_on_input
         out: Tensor = self.experts(*call, apply_router_weight_on_input=on_input)
-        if not self._called:
+        if not self._called and len(x):
             self._called = True
             warm_up_smaller(
                 self.experts, self.options.warm_up, *call, apply_router_weight_on_input=on_input
@@ -246,7 +246,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
         Between dispatch and combine other ranks would wait, which DeepEP does for 100 s at most.
         """
-        if self._called or self._in_batches:
+        if self._called or self._in_batches or not len(x):
             return
         from moequant.integrations.vllm.all_to_all import as_sent
 

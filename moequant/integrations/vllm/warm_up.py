@@ -43,7 +43,7 @@ def warm_up_smaller(
     Args:
         experts: of the layer.
         mode: of all smaller calls, which count; see `tokens_of`.
-        hidden_states: [M, H], of the first call.
+        hidden_states: [M, H], of the first call; M is at least 1.
         topk_weights: [M, T], likewise.
         topk_ids: [M, T], likewise.
         apply_router_weight_on_input: likewise.
@@ -53,7 +53,7 @@ def warm_up_smaller(
     dtypes = (hidden_states.dtype, topk_weights.dtype, topk_ids.dtype)
     how = (apply_router_weight_on_input, experts.expert_map is None)
     kind = (packed.workload, packed.backend.name, packed.layout, T, dtypes, how)
-    if kind in _warm or M == 0:
+    if kind in _warm:
         return
     _warm.add(kind)
     started = time.perf_counter()
