@@ -59,8 +59,8 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     """Start an engine and time it.
 
     Args:
-        request: `engine`, `setup` (the fields of Setup), `batches`, `steps`, `rounds`,
-            `prefill_tokens`, `vocabulary` and `profile`, whether to do that, too.
+        request: `engine`, `setup` (the fields of Setup), `steps`, `rounds`, `vocabulary` and
+            `profile`, whether to do that, too.
 
     Returns:
         `version`, `experts`, `start_s`, `decode_s` (seconds of a step, by batch), `prefill_s`, and
@@ -69,19 +69,22 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MoequantError: more tokens did not take longer.
     """
+    setup = Setup(**request["setup"])
     started = time.perf_counter()
-    engine = ENGINES[request["engine"]](Setup(**request["setup"]))
+    engine = ENGINES[request["engine"]](setup)
     start_s = time.perf_counter() - started
     prompts = _Prompts(request["vocabulary"])
     rounds = request["rounds"]
     decode_s = {
         str(batch): _step_s(engine, prompts, batch, steps=request["steps"], rounds=rounds)
-        for batch in request["batches"]
+        for batch in setup.batches
     }
-    length = request["prefill_tokens"] // PREFILL_PROMPTS
+    length = setup.prefill_tokens // setup.prefill_prompts
     engine.prepare(length + 1)
-    prefill_s = _least_s(engine, prompts, PREFILL_PROMPTS, length, new_tokens=1, rounds=rounds)
-    profile = _profile(engine, prompts, request) if request["profile"] else {}
+    prefill_s = _least_s(
+        engine, prompts, setup.prefill_prompts, length, new_tokens=1, rounds=rounds
+    )
+    profile = _profile(engine, prompts, setup, request["steps"]) if request["profile"] else {}
     return {
         "version": engine.version,
         "experts": engine.experts,
@@ -92,24 +95,24 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(engine: Engine, prompts: _Prompts, request: Mapping[str, Any]) -> dict[str, Any]:
+def _profile(engine: Engine, prompts: _Prompts, setup: Setup, steps: int) -> dict[str, Any]:
     """Profiles of a step of each batch and of the prefill, of calls no longer than those timed.
 
     One of several GPUs is busy, too, while it waits for the others in a collective operation; there
     the call counts in which it is busy for the least time.
     """
-    steps = min(request["steps"], _PROFILED_STEPS)
-    prefill_length = request["prefill_tokens"] // PREFILL_PROMPTS
-    count = _PROFILES_OF_SEVERAL_GPUS if request["setup"]["tensor_parallel"] > 1 else 1
+    steps = min(steps, _PROFILED_STEPS)
+    prefill_length = setup.prefill_tokens // setup.prefill_prompts
+    count = _PROFILES_OF_SEVERAL_GPUS if setup.tensor_parallel > 1 else 1
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
         calls = [prompts.draw(batch, length) for _ in range(count)]
         profiles = [engine.profile(call, new_tokens) for call in calls]
         return min(profiles, key=lambda profile: profile.busy_us)
 
-    prefill = profiled(PREFILL_PROMPTS, prefill_length, 1)
+    prefill = profiled(setup.prefill_prompts, prefill_length, 1)
     found = {"prefill": profile_of_step(NOTHING, prefill, 1)}
-    for batch in request["batches"]:
+    for batch in setup.batches:
         engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
         # The first call in a new cache compiles and captures.
         engine.generate(prompts.draw(batch, PROMPT_TOKENS), FIRST_TOKENS)

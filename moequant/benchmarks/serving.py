@@ -292,10 +292,8 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
     request = {
         "engine": engine,
         "setup": asdict(setup),
-        "batches": list(measure.batches),
         "steps": measure.steps,
         "rounds": measure.rounds,
-        "prefill_tokens": measure.prefill_tokens,
         "vocabulary": vocabulary_size(Checkpoint.open(path).config, path),
         "profile": measure.profile,
     }

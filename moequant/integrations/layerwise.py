@@ -30,6 +30,7 @@ from moequant.integrations.module_weights import ModuleWeights, check_complete, 
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
 from moequant.integrations.transformers import (
     check_runs,
+    decoder_of,
     expert_blocks,
     model_class,
     read_config,
@@ -82,7 +83,7 @@ class LayerwiseModel:
         config = read_config(transformers, checkpoint.path)
         config._experts_implementation = "eager"
         self._model = _build(transformers, config, dtype)
-        self.decoder: Any = _decoder(self._model)
+        self.decoder: Any = decoder_of(self._model)
         self.layers: nn.ModuleList = _layers(self.decoder)
         self._embedding: nn.Module = self._model.get_input_embeddings()
         self._weights = ModuleWeights(
@@ -332,13 +333,6 @@ def _build(transformers: ModuleType, config: Any, dtype: torch.dtype) -> Any:
         stack.enter_context(building(found.__name__))
         model = found(config)
     return model.eval().requires_grad_(False)
-
-
-def _decoder(model: Any) -> Any:
-    """The module that holds the layers; Llama 4 calls its language model the decoder."""
-    decoder = model.get_decoder()
-    has_layers = hasattr(decoder, "layers") or hasattr(decoder, "blocks")
-    return decoder if has_layers else getattr(decoder, "model", decoder)
 
 
 def _layers(decoder: nn.Module) -> nn.ModuleList:

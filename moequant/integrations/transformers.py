@@ -219,10 +219,17 @@ class ExpertsOfModel(nn.Module):
         return output.view(hidden_states.shape)
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module that holds the layers; Llama 4 calls its language model the decoder."""
+    decoder: Any = model.get_decoder()
+    has_layers = hasattr(decoder, "layers") or hasattr(decoder, "blocks")
+    return decoder if has_layers else getattr(decoder, "model", decoder)
+
+
 def expert_blocks(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The module of each layer, by index, whose attribute `experts` is a module."""
     blocks = {}
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     for index, layer in enumerate(getattr(decoder, "layers", getattr(decoder, "blocks", ()))):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module):

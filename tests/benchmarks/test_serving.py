@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from moequant.benchmarks.serving import (
     failures,
     run_step,
 )
+from moequant.benchmarks.serving_engines import Setup
 from moequant.benchmarks.serving_plot import plot_serving
 from moequant.conversion import convert
 from moequant.errors import ArgumentError, CheckpointError, MoequantError
@@ -413,10 +415,14 @@ def test_profiles_are_made_of_each_batch_and_the_prefill_after_all_is_timed(
 
     profiled = []
     monkeypatch.setitem(one_serving.ENGINES, "fake", Engine)
-    monkeypatch.setattr(one_serving, "Setup", lambda tensor_parallel: None)
+    setup = Setup(
+        checkpoint="c", device="cuda", activations="format", batches=[1, 2], max_tokens=120,
+        prefill_tokens=80, prefill_prompts=8, attention_backend=None, tensor_parallel=gpus,
+        expert_parallel=False,
+    )  # fmt: skip
     request = {
-        "engine": "fake", "setup": {"tensor_parallel": gpus}, "batches": [1, 2], "steps": 40,
-        "rounds": 2, "prefill_tokens": 80, "vocabulary": 100, "profile": True,
+        "engine": "fake", "setup": dataclasses.asdict(setup), "steps": 40, "rounds": 2,
+        "vocabulary": 100, "profile": True,
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
     assert one_serving.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}

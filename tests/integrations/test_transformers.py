@@ -315,7 +315,7 @@ class TestErrors:
             ({"num_local_experts": 8}, r"experts per layer 4, but the model has 8"),
             ({"hidden_size": 128}, r"hidden size 256, but the model has 128"),
             ({"intermediate_size": 512}, r"intermediate size 256, but the model has 512"),
-            ({"hidden_act": "gelu"}, r"activation function silu .*, but the model has gelu .*"),
+            ({"hidden_act": "gelu"}, r"activation function silu, but the model has gelu"),
         ],
     )
     def test_a_model_of_other_sizes(self, models, converted, sizes, message):

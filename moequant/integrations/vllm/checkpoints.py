@@ -32,7 +32,7 @@ from moequant.integrations.vllm.method import MoequantMoEMethod
 from moequant.integrations.vllm.name import NAME
 from moequant.integrations.vllm.options import read_options
 from moequant.integrations.vllm.refusals import check_served
-from moequant.integrations.vllm.scheme import scheme_of
+from moequant.integrations.vllm.scheme import expert_scheme
 from moequant.integrations.vllm.versions import name_matching, projections
 from moequant.runtime.activations import MXFP8
 
@@ -118,7 +118,7 @@ class Fp8WithOwnExperts(_OwnExperts, Fp8Config):  # type: ignore[misc]
             **name_matching(self),
         ):
             return None
-        return scheme_of(_for_all_modules(self.stated))
+        return expert_scheme(_for_all_modules(self.stated))
 
 
 class CompressedTensorsWithOwnExperts(_OwnExperts, CompressedTensorsConfig):  # type: ignore[misc]
@@ -142,14 +142,16 @@ class CompressedTensorsWithOwnExperts(_OwnExperts, CompressedTensorsConfig):  # 
             "input_activations": _arguments(found[0]["input_activations"]),
         }
         kept = _for_all_modules(self.stated)
-        return scheme_of({**kept, "config_groups": {"of the experts": group}})
+        return expert_scheme({**kept, "config_groups": {"of the experts": group}})
 
 
 class NvFp4WithOwnExperts(_OwnExperts, ModelOptNvFp4Config):  # type: ignore[misc]
     """NVFP4 as Model-Optimizer writes it."""
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
-        return None if self.is_layer_excluded(prefix) else scheme_of(_for_all_modules(self.stated))
+        if self.is_layer_excluded(prefix):
+            return None
+        return expert_scheme(_for_all_modules(self.stated))
 
 
 class MxFp8WithOwnExperts(_OwnExperts, ModelOptMxFp8Config):  # type: ignore[misc]
@@ -158,7 +160,7 @@ class MxFp8WithOwnExperts(_OwnExperts, ModelOptMxFp8Config):  # type: ignore[mis
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
         if self.is_layer_excluded(prefix):
             return None
-        return scheme_of(_for_all_modules(self.stated), activations=MXFP8)
+        return expert_scheme(_for_all_modules(self.stated), activations=MXFP8)
 
 
 class GptOssWithOwnExperts(_OwnExperts, GptOssMxfp4Config):  # type: ignore[misc]
@@ -174,7 +176,7 @@ class GptOssWithOwnExperts(_OwnExperts, GptOssMxfp4Config):  # type: ignore[misc
             )
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
-        return scheme_of({"quant_method": get_dialect("gpt-oss").methods[0]})
+        return expert_scheme({"quant_method": get_dialect("gpt-oss").methods[0]})
 
 
 _BY_DIALECT: dict[str, type[_OwnExperts]] = {

@@ -66,7 +66,7 @@ class ExpertScheme:
         return self.dialect.input_scale(self.format) if self.has_input_scales else None
 
 
-def scheme_of(config: Mapping[str, Any], *, activations: str | None = None) -> ExpertScheme:
+def expert_scheme(config: Mapping[str, Any], *, activations: str | None = None) -> ExpertScheme:
     """How experts are stored by a `quantization_config` that is for all modules.
 
     Args:

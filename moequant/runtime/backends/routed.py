@@ -5,20 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from moequant.runtime.activations import (
-    GROUPS,
-    NVFP4_STATIC,
-    Activations,
-    quantize_activations,
-)
+from moequant.runtime.activations import NVFP4_STATIC, Activations, quantize_activations
 from moequant.runtime.backends.base import PackedExperts
-from moequant.runtime.batched import check_batches, finalize_batched, largest_batch, lay_out
+from moequant.runtime.batched import (
+    batch_scheme,
+    check_batches,
+    finalize_batched,
+    largest_batch,
+    lay_out,
+)
 from moequant.runtime.capture import capturing, plain_mode
 from moequant.runtime.no_gradient import refuse_gradient
 from moequant.runtime.routing import merge_repeated_experts, permute, reduce, route
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -30,8 +31,10 @@ class _RoutedExperts(PackedExperts):
     """Routes and quantizes. Ids are checked on the host, but within a capture."""
 
     waits_for_device: ClassVar[bool] = True
-    quantizes: ClassVar[Collection[str]]
-    """Schemes in which the experts themselves quantize: their tokens come unquantized."""
+
+    @abstractmethod
+    def _token_scheme(self) -> str:
+        """The scheme of their tokens: "none" where the experts themselves quantize."""
 
     @abstractmethod
     def _weighted(self, x: Activations, routing: Routing) -> Tensor:
@@ -64,15 +67,16 @@ class _RoutedExperts(PackedExperts):
                 static = None
                 if w.activations == "fp8_static":
                     static = self.tensors["w13_input_scale"].amax(0, keepdim=True)
-                scheme = "none" if w.activations in self.quantizes else w.activations
-                x = quantize_activations(hidden_states, scheme, static_scale=static)
+                x = quantize_activations(hidden_states, self._token_scheme(), static_scale=static)
             out.copy_(self._weighted(x, routing))
 
 
 class StandardExperts(_RoutedExperts):
     """Runs rows that are sorted by expert."""
 
-    quantizes = (NVFP4_STATIC,)  # each expert has its own scale
+    def _token_scheme(self) -> str:
+        scheme = self.workload.activations
+        return "none" if scheme == NVFP4_STATIC else scheme  # each expert has its own scale
 
     @abstractmethod
     def run_sorted(self, activations: Activations, permutation: Permutation) -> Tensor:
@@ -94,7 +98,8 @@ class StandardExperts(_RoutedExperts):
 class BatchedExperts(_RoutedExperts):
     """Runs a batch of tokens per expert, as an expert-parallel dispatch leaves it."""
 
-    quantizes = frozenset(GROUPS)  # see `batch_scheme`
+    def _token_scheme(self) -> str:
+        return batch_scheme(self.workload.activations)
 
     @abstractmethod
     def _run_batches(self, tokens: BatchedTokens) -> Tensor:
