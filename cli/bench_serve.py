@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from moequant.cli import options
 from moequant.cli.bench_experts import parse_tokens
@@ -110,6 +111,12 @@ def command(
     """
     if (shape is None) != (layers is None):
         raise click.UsageError("--shape and --layers need each other")
+    default = click.get_current_context().get_parameter_source("format") is ParameterSource.DEFAULT
+    if shape is None and (vocabulary is not None or not default):
+        raise click.UsageError(
+            "--format and --vocabulary are of a model of random weights: give --shape and --layers "
+            "too, or convert MODEL first"
+        )
     from moequant.benchmarks.serving import RandomSource, ServingMeasure, bench_serving, failures
     from moequant.benchmarks.serving_plot import plot_serving
     from moequant.errors import MoequantError

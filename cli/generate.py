@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -147,6 +148,7 @@ def command(
         raise click.UsageError("--compile and --enforce-eager exclude each other")
     from moequant.integrations.decoding import why_not_static
     from moequant.integrations.generation import Prompts, generate
+    from moequant.integrations.generation_settings import FILE, unused_settings
     from moequant.integrations.library import import_transformers
     from moequant.integrations.transformers import load_model
 
@@ -168,6 +170,11 @@ def command(
             progress=progress,
         )
     loaded_s = time.perf_counter() - begun
+    if unused := unused_settings(model):
+        out.warn(
+            f"{Path(converted, FILE)}: not used, as one sequence is decoded until it ends: "
+            f"{', '.join(unused)}"
+        )
     generated = generate(
         model,
         ids,

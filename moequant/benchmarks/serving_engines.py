@@ -158,7 +158,10 @@ class Transformers(Engine):
         transformers = import_transformers()
         self.version = transformers.__version__
         self.model = self._load(setup)
-        self._options: dict[str, Any] = {}
+        self._make_settings = transformers.GenerationConfig
+        kind = self.model.generation_config.cache_implementation
+        self._fields: dict[str, Any] = {"cache_implementation": kind}
+        self._arguments: dict[str, Any] = {}
 
     def _load(self, setup: Setup) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
@@ -171,19 +174,19 @@ class Transformers(Engine):
 
     def generate(self, prompts: Prompts, new_tokens: int) -> None:
         """See `Engine`."""
+        from moequant.integrations.generation_settings import only_settings
+
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
-        with torch.no_grad():
+        # None of the checkpoint's, which may ask for beams, or for an end before that.
+        settings = self._make_settings(
+            max_new_tokens=new_tokens, use_cache=True, pad_token_id=0, **self._fields
+        )
+        with torch.no_grad(), only_settings(self.model, settings):
             self.model.generate(
                 ids,
+                generation_config=settings,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                eos_token_id=None,
-                pad_token_id=0,
-                **self._options,
+                **self._arguments,
             )
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -214,13 +217,13 @@ class OurModel(Transformers):
         """See `Engine`."""
         from moequant.integrations.decoding import cache_argument, decoder_of, static_cache
 
-        self._cache, self._options = None, {}
+        self._cache, self._arguments = None, {}
         if decoder_of(self.model) is not None:
             self._cache = static_cache(self.model, max_tokens)
-            self._options = {cache_argument(): self._cache, "cache_implementation": None}
-        self._options |= self._compile_options()
+            self._arguments = {cache_argument(): self._cache}
+        self._fields = self._compile_fields()
 
-    def _compile_options(self) -> dict[str, Any]:
+    def _compile_fields(self) -> dict[str, Any]:
         return {}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> None:
@@ -233,7 +236,7 @@ class OurModel(Transformers):
 class OurCompiledModel(OurModel):
     """The same by torch.compile."""
 
-    def _compile_options(self) -> dict[str, Any]:
+    def _compile_fields(self) -> dict[str, Any]:
         from moequant.integrations.generation import compile_config
 
         return {"compile_config": compile_config(self.model)}

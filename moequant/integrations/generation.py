@@ -21,17 +21,24 @@ from moequant.integrations.decoding import (
     static_cache,
     why_not_static,
 )
+from moequant.integrations.generation_settings import only_settings, settings_of
 from moequant.integrations.library import import_transformers
 from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
 from moequant.runtime.load import open_reader
 from moequant.storage.files import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
-    from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        Cache,
+        CompileConfig,
+        GenerationConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
     from moequant.integrations.decoding import Decoding
 
@@ -126,8 +133,12 @@ class Prompts:
 
         Raises:
             UnsupportedError: there is no tokenizer, transformers cannot read it, or the text has
-                no tokens.
+                no tokens or half of a surrogate pair.
         """
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise UnsupportedError(
+                "the prompt is not valid UTF-8; give text in UTF-8, or its tokens by --prompt-ids"
+            )
         ids = list(self._tokenizer(text)["input_ids"])
         self.check(ids)
         return ids
@@ -161,8 +172,8 @@ def generate(
         model: a model that generates, such as `load_model` returns.
         prompt: at least one token id, all in the vocabulary (see `Prompts.check`).
         max_new_tokens: maximum number of new tokens, at least 1; an end-of-text token stops early.
-        temperature: 0 takes the likeliest token (greedy); from 1e-6 on, tokens are sampled with the
-            other settings of generation_config.json, such as top_p.
+        temperature: 0 takes the likeliest token (greedy); from 1e-6 on, tokens are sampled as
+            generation_config.json says by top_p and the like, see `settings_of`.
         seed: 64-bit seed of the sampling; results repeat on the same machine.
         torch_compile: decode by torch.compile, which fuses the small kernels between the large ones
             and takes tens of seconds first.
@@ -175,25 +186,24 @@ def generate(
     _check_arguments(prompt, max_new_tokens, temperature, seed)
     ids = torch.tensor([list(prompt)], device=model.device)
     on_cuda = model.device.type == "cuda"
-    options: dict[str, Any] = {}
     cache = None
     if decoder_of(model) is not None:
         # One for both runs, because graphs are captured over a cache.
         cache = static_cache(model, len(prompt) + max(max_new_tokens, _WARM_UP_TOKENS))
-        # transformers takes a cache or makes one, as its settings say, but refuses to be told both.
-        options = {cache_argument(): cache, "cache_implementation": None}
-    if torch_compile:
-        options["compile_config"] = compile_config(model)
+    options = {"compile_config": compile_config(model)} if torch_compile else {}
     warm_up_s = None
     with torch.random.fork_rng([model.device] if on_cuda else []):
         if on_cuda:
-            warm_up_s = _warm_up(model, ids, temperature, options)
+            # Whether or not a token ends the text.
+            few = {"max_new_tokens": _WARM_UP_TOKENS, "min_new_tokens": _WARM_UP_TOKENS}
+            warm_up = settings_of(model, temperature, {**options, **few})
+            _, started, times = _run(model, ids, warm_up, cache)
+            warm_up_s = times[-1] - started
             if cache is not None:
                 cache.reset()
         torch.manual_seed(seed)
-        output, started, times = _run(
-            model, ids, temperature, {**options, "max_new_tokens": max_new_tokens}
-        )
+        settings = settings_of(model, temperature, {**options, "max_new_tokens": max_new_tokens})
+        output, started, times = _run(model, ids, settings, cache)
     new = output[0, ids.shape[1] :].tolist()
     later_s = times[-1] - times[0]
     return Generation(
@@ -240,17 +250,8 @@ def compile_config(model: PreTrainedModel) -> CompileConfig:
     return config
 
 
-def _warm_up(
-    model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
-) -> float:
-    """Generate and discard a few tokens, whether or not one ends the text; returns the seconds."""
-    few = {"max_new_tokens": _WARM_UP_TOKENS, "min_new_tokens": _WARM_UP_TOKENS}
-    _, started, times = _run(model, ids, temperature, {**options, **few})
-    return times[-1] - started
-
-
 def _run(
-    model: PreTrainedModel, ids: Tensor, temperature: float, options: Mapping[str, Any]
+    model: PreTrainedModel, ids: Tensor, settings: GenerationConfig, cache: Cache | None
 ) -> tuple[Tensor, float, list[float]]:
     """Output, start time, and time of each token, in seconds of `time.perf_counter`.
 
@@ -278,18 +279,16 @@ def _run(
                 raise NumericsError(_no_choice(model, len(times)))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    sampling = {"do_sample": True, "temperature": temperature}
-    # None removes the sampling settings of generation_config.json; transformers warns about them.
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    started = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        logits_processor=[watch],
-        stopping_criteria=[Clock()],
-        **options,
-        **(sampling if temperature else greedy),
-    )
+    with only_settings(model, settings):
+        started = time.perf_counter()
+        output = model.generate(
+            ids,
+            generation_config=settings,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=[watch],
+            stopping_criteria=[Clock()],
+            **({} if cache is None else {cache_argument(): cache}),
+        )
     assert isinstance(output, torch.Tensor)
     return output, started, times
 

@@ -42,10 +42,19 @@ def building(name: str) -> Iterator[None]:
     Raises:
         CheckpointError: for what transformers raises, as an operation of Python's or torch's that
             fails: a value of config.json is of a wrong type, or does not go with others.
+        UnsupportedError: a package is not installed that attention is asked to run by.
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(
+            f"{name}: {reason}; install it, or choose attn_implementation 'sdpa' or 'eager', as an "
+            "argument or in config.json"
+        ) from error
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise CheckpointError(
             f"{name}: transformers {import_transformers().__version__} cannot make the model that "
             f"config.json describes: {type(error).__name__}: {error}; compare config.json with "

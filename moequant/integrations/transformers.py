@@ -28,7 +28,9 @@ from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import STATIC_SCHEMES, dequantize
 from moequant.integrations.decoding import use_static_cache, why_not_static
+from moequant.integrations.generation_settings import read_generation_config
 from moequant.integrations.library import building, import_transformers
+from moequant.models import ROUTED_EXPERTS
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -47,13 +49,17 @@ if TYPE_CHECKING:
     from moequant.runtime.layer_reader import LayerReader
     from moequant.weights.converted import ConvertedCheckpoint
 
-_GENERATION_CONFIG = "generation_config.json"
 CANNOT_RUN = {
     ("5.24.0", "Llama4ForConditionalGeneration"): (
         "its forward reads `image_outputs` of what its language model returns, which has none"
     ),
 }
 """Classes of releases of transformers that stop in every forward, and why."""
+_PLACED = {
+    ROUTED_EXPERTS, "attention", "dense_mlp", "norm", "router", "router_bias", "shared_experts",
+    "embedding", "lm_head",
+}  # fmt: skip
+"""Roles of weights that every model of transformers has a place for, if it is the checkpoint's."""
 _COMPARED = {
     "layers": "layers",
     "sparse_layers": "layers with experts",
@@ -118,6 +124,7 @@ def load_model(
     place = usable_device(device)
     reader = open_reader(checkpoint, place, architecture)
     config = read_config(transformers, reader.converted.checkpoint.path)
+    settings = read_generation_config(reader.converted.checkpoint.path)
     class_ = model_class(transformers, config)
     dtype = _check_dtype(config.dtype if dtype is None else dtype)
     layers = converted_layers(reader.converted)
@@ -134,6 +141,7 @@ def load_model(
         _without_experts(class_, reader.converted, layers),
         config,
         _other_tensors(reader, layers, dtype),
+        converted=reader.converted,
         dtype=dtype,
         device_map=None if place.type == "cpu" else {"": place},
         attn_implementation=attn_implementation,
@@ -145,6 +153,8 @@ def load_model(
         if layer in experts:
             block.experts = experts[layer]
     model.requires_grad_(requires_grad=False)
+    if settings is not None:
+        model.generation_config = settings
     _finish(model, reader.converted.checkpoint.path)
     if not enforce_eager and why_not_static(model) is None:
         use_static_cache(model)
@@ -280,7 +290,7 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
     except Exception as error:
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
-            f"{error}"
+            f"{error}; compare it with that of the model's release"
         ) from error
     language = config.get_text_config(decoder=True)
     if not isinstance(language, transformers.PretrainedConfig):
@@ -290,6 +300,7 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    config.return_dict = True  # else forward passes return tuples, which `generate` cannot read
     return config
 
 
@@ -358,12 +369,15 @@ def _build(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
     tensors: Mapping[str, Tensor],
+    *,
+    converted: ConvertedCheckpoint,
     **options: Any,
 ) -> PreTrainedModel:
     """Build the model from `tensors`, which have their names on disk.
 
     Raises:
-        CheckpointError: a tensor is missing or has the wrong shape, or the model cannot be made.
+        CheckpointError: a tensor is missing, has the wrong shape or has no place in the model; or
+            the model cannot be made.
     """
     given = {name: value for name, value in options.items() if value is not None}
     # All tensors are already in memory. Those of other shapes are said in our words.
@@ -376,7 +390,9 @@ def _build(
             ignore_mismatched_sizes=True,
             **given,
         )
-    for fault in ("missing_keys", "mismatched_keys", "error_msgs"):
+    unplaced = [name for name in report["unexpected_keys"] if _must_be_placed(converted, name)]
+    report["unexpected_keys"] = unplaced
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if report[fault]:
             raise CheckpointError(
                 f"{model_class.__name__}: {fault.replace('_', ' ')}: "
@@ -384,6 +400,20 @@ def _build(
                 "weights, fetch or convert the checkpoint again"
             )
     return model
+
+
+def _must_be_placed(converted: ConvertedCheckpoint, name: str) -> bool:
+    """Whether a model without a place for this tensor is another model than the checkpoint's.
+
+    Not so of layers for multi-token prediction, of other towers, and of scales of a KV cache.
+    """
+    if not name.endswith((".weight", ".bias")):
+        return False
+    try:
+        found = converted.architecture.classify(name)
+    except UnsupportedError:  # names an expert in a way that is not the architecture's
+        return False
+    return found.role in _PLACED and found.layer not in converted.moe.optional_layers
 
 
 @contextmanager
@@ -442,9 +472,6 @@ def _experts_prefix(converted: ConvertedCheckpoint, layer: int) -> str:
 def _finish(model: PreTrainedModel, folder: Path) -> None:
     """Set what `from_pretrained` sets if called with a folder."""
     model.config.name_or_path = model.name_or_path = str(folder)
-    if (folder / _GENERATION_CONFIG).is_file():
-        generation_config = import_transformers().GenerationConfig
-        model.generation_config = generation_config.from_pretrained(folder)
     _refuse_saving(model, folder)
 
 

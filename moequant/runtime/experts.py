@@ -19,6 +19,7 @@ from moequant.runtime.inputs import check_expert_map, check_input_scales, check_
 from moequant.runtime.kept_memory import make_kept
 from moequant.runtime.packing import check_activations, pack_experts, scheme_of
 from moequant.runtime.select import select
+from moequant.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -203,7 +204,7 @@ class FusedExperts(nn.Module):
                 # Not `out` itself, which would keep the graphs of earlier calls.
                 return out.detach().copy_(output)
             return output if out is None else out.copy_(output)
-        return self.run(*arguments, out=out, workspace=workspace)
+        return untraced(self.run)(*arguments, out=out, workspace=workspace)
 
     def chosen_backend(self) -> str:
         """Name of the backend that runs the experts where they are now.

@@ -196,3 +196,10 @@ def test_nothing_to_time_and_no_folder_are_errors(run, tmp_path):
         assert absent.exit_code == 4
         assert "Traceback" not in absent.stderr
     assert run("bench", "serve", tmp_path / "none", "--device", "cpu").exit_code == 3
+
+
+@pytest.mark.parametrize("option", [("--format", "mxfp4"), ("--vocabulary", 512)])
+def test_options_of_a_random_model_need_one(run, converted, option):
+    done = run("bench", "serve", converted, *option)
+    assert done.exit_code == 2
+    assert "are of a model of random weights: give --shape and --layers" in done.stderr

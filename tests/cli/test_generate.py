@@ -180,3 +180,17 @@ def test_without_transformers_it_says_how_to_install_it(run, converted, monkeypa
 
 def test_a_source_checkpoint_exits_3(run, source):
     assert run("generate", source, "--prompt-ids", "5", "--json").exit_code == 3
+
+
+def test_a_prompt_that_is_no_text_is_refused(run, with_tokenizer):
+    done = run("generate", with_tokenizer, "--prompt", "one \udcff")
+    assert done.exit_code == 4
+    assert "the prompt is not valid UTF-8; give text in UTF-8, or its tokens by" in done.stderr
+
+
+def test_settings_that_are_not_used_are_said(run, with_tokenizer):
+    (with_tokenizer / "generation_config.json").write_text('{"num_beams": 4, "top_k": 5}')
+    done = run("generate", with_tokenizer, "--prompt", "one", "--max-new-tokens", 2)
+    assert done.exit_code == 0
+    said = "generation_config.json: not used, as one sequence is decoded until it ends: num_beams"
+    assert said in " ".join(done.stderr.split())

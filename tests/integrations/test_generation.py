@@ -9,6 +9,7 @@ import torch
 
 from moequant.errors import CheckpointError, NumericsError, UnsupportedError
 from moequant.integrations.generation import Prompts, generate
+from moequant.integrations.generation_settings import unused_settings
 from moequant.integrations.transformers import load_model
 
 
@@ -72,6 +73,89 @@ def test_logits_that_choose_no_token_end_it_at_that_token(model, temperature, va
     finally:
         hook.remove()
     assert len(seen) == 3
+
+
+@pytest.fixture
+def with_settings(model):
+    """with_settings(**fields): the model with these in its generation_config.json."""
+    before = model.generation_config
+
+    def set_(**fields):
+        model.generation_config = type(before).from_dict(fields)
+        return model
+
+    yield set_
+    model.generation_config = before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 4},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"guidance_scale": 2.0},
+        {"repetition_penalty": 1.3},
+        {"max_time": 1e-6},
+        {"use_cache": False},
+        {"return_dict_in_generate": True},
+        {"stop_strings": ["x"]},
+        {"forced_eos_token_id": 99999},
+        {"max_length": 2, "min_length": 90},
+        {"dola_layers": "high"},
+    ],
+    ids=str,
+)
+def test_other_settings_do_not_change_the_likeliest_tokens(model, with_settings, fields):
+    expected = generate(model, [5, 6, 7], max_new_tokens=6).ids
+    given = with_settings(**fields)
+    before = given.generation_config
+    assert generate(given, [5, 6, 7], max_new_tokens=6).ids == expected
+    assert given.generation_config is before
+
+
+def test_settings_that_are_not_used_are_named(with_settings):
+    said = {"num_beams": 4, "max_time": 3.0, "eos_token_id": 2, "top_p": 0.9, "do_sample": True}
+    assert unused_settings(with_settings(**said)) == ["max_time", "num_beams"]
+
+
+def test_a_setting_of_sampling_counts_where_tokens_are_sampled(model, with_settings):
+    # Behind the third, two tokens are equally likely.
+    likeliest = generate(model, [5, 6, 7], max_new_tokens=3).ids
+    options = {"max_new_tokens": 3, "temperature": 9.0}
+    assert generate(model, [5, 6, 7], **options).ids != likeliest
+    assert generate(with_settings(do_sample=True, top_k=1), [5, 6, 7], **options).ids == likeliest
+
+
+def test_a_cache_that_config_json_turns_off_is_used(model, monkeypatch):
+    expected = generate(model, [5, 6, 7], max_new_tokens=6).ids
+    monkeypatch.setattr(model.config, "use_cache", False)
+    assert generate(model, [5, 6, 7], max_new_tokens=6).ids == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", r"holds \[1\], but must be a JSON object; correct it"),
+        ("{", "not valid JSON: .*; correct it"),
+        ('{"eos_token_id": []}', r"eos_token_id is \[\], but must be a token id"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x', but must be a token id"),
+        ('{"eos_token_id": -1}', "eos_token_id is -1, but must be a token id"),
+        ('{"top_k": -1}', "top_k is -1, but must be a whole number, 0 for all tokens; correct it"),
+        ('{"top_p": 0}', "top_p is 0, but must be a number above 0, at most 1"),
+        ('{"repetition_penalty": -1}', "repetition_penalty is -1, but must be a number above 0"),
+        ('{"compile_config": 5}', "transformers .* cannot read it: .*; correct it, or remove it"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_refused_before_weights_are_read(
+    converted, tmp_path, monkeypatch, text, said
+):
+    path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "c")
+    (path / "generation_config.json").write_text(text)
+    monkeypatch.setattr(
+        "moequant.integrations.transformers._build", lambda *_, **__: pytest.fail("weights")
+    )
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {said}"):
+        load_model(path)
 
 
 def test_excluded_tokens_are_not_taken_for_a_fault(model):

@@ -276,6 +276,38 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="not a converted checkpoint"):
             load_model(sources("mixtral"))
 
+    def test_a_config_of_fewer_layers_than_the_weights_have(self, converted, tmp_path):
+        path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "c")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+        with pytest.raises(CheckpointError, match=r"unexpected keys: model\.layers\.1\..*; config"):
+            load_model(path)
+
+    @pytest.mark.parametrize(
+        ("fields", "error", "said"),
+        [
+            ({"pad_token_id": 5000}, CheckpointError, "Padding_idx must be within num_embeddings"),
+            ({"rms_norm_eps": "x"}, CheckpointError, "compare it with that of the model's release"),
+            (
+                {"attn_implementation": "flash_attention_2"},
+                UnsupportedError,
+                "install it, or choose attn_implementation 'sdpa' or 'eager'",
+            ),
+        ],
+    )
+    def test_a_config_that_transformers_stops_at(self, converted, tmp_path, fields, error, said):
+        path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "c")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | fields))
+        with pytest.raises(error, match=said):
+            load_model(path)
+
+    def test_a_config_that_wants_tuples_gives_a_model_all_the_same(self, converted, tmp_path):
+        path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "c")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+        assert load_model(path)(torch.tensor([[5, 6]])).logits.shape[:2] == (1, 2)
+
     def test_a_dtype_that_experts_do_not_take(self, sources, converted):
         path = converted("mixtral", "mxfp4")
         with pytest.raises(

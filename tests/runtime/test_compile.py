@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from moequant.errors import UnsupportedError
@@ -127,3 +129,31 @@ def test_a_copy_is_called_by_its_own_handle(layers):
         tensor.zero_()
     assert not compiled(other)(*layer.call).any()
     assert compiled(module)(*layer.call).any()
+
+
+@pytest.fixture
+def skipped_forward():
+    """torch.compile has given up on FusedExperts.forward, as after its recompile limit."""
+    code = FusedExperts.forward.__code__
+    torch._dynamo.reset()
+    skip_code(code)
+    yield
+    reset_code(code)
+    torch._dynamo.reset()
+
+
+def test_nothing_is_traced_where_torch_compile_has_given_up(layers, skipped_forward):
+    """It traces what a function calls that it runs as it is: addresses cannot be traced."""
+    for T in (2, 3, 4):
+        layer = layers.make(T=T)
+        experts = FusedExperts(layer.weights)
+        # The result lies behind all that is read, so that extents of all are compared with it.
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        places = range(0, 1 << 16, 1 << 14)
+        *call, out = (
+            memory[at : at + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+            for at, t in zip(places, (*layer.call, layer.hidden), strict=True)
+        )
+        compiled = torch.compile(experts, backend="eager")
+        assert compiled(*call, out=out) is out
+        assert torch.equal(out, experts(*layer.call))

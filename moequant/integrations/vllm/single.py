@@ -158,15 +158,10 @@ class SingleExperts(StoredExperts):
     def _decode(self, parts: Mapping[str, Tensor], shape: torch.Size, name: str) -> QuantizedWeight:
         """The weights in `parts`, [E, ...] by suffix, which are changed where memory differs."""
         codes, scale = (parts[suffix] for suffix in self.scheme.encoding.suffixes[:2])
-        decoded = [
-            self.scheme.encoding.decode(
-                module, {f"{module}.{suffix}": part[e] for suffix, part in parts.items()}
-            )
-            for e in range(shape[0])
-            for module in (f"{self.name}, {name} of this rank's expert {e}",)
-        ]
+        decoded = [self._decode_expert(parts, e, name) for e in range(shape[0])]
         global_scale = None
-        if scale.ndim == 1:  # one for each matrix
+        one_a_matrix = scale.ndim == 1
+        if one_a_matrix:
             scale = torch.stack([q.scale for q in decoded]).to(codes.device)
         for e, q in enumerate(decoded):
             _put(codes[e], q.qdata)
@@ -181,6 +176,12 @@ class SingleExperts(StoredExperts):
             global_scale=global_scale,
             shape=shape,
         )
+
+    def _decode_expert(self, parts: Mapping[str, Tensor], e: int, name: str) -> QuantizedWeight:
+        """The weight of one expert in `parts`, which messages call by `name` and its number."""
+        module = f"{self.name}, {name} of this rank's expert {e}"
+        tensors = {f"{module}.{suffix}": part[e] for suffix, part in parts.items()}
+        return self.scheme.encoding.decode(module, tensors)
 
     def _input_scales(self, layer: nn.Module) -> dict[str, Tensor]:
         """Static scales [E], which multiply; of gate's and up's the larger, as `load_experts`."""

@@ -1,0 +1,139 @@
+"""generation_config.json: how it is read, and what of it counts where one prompt is continued."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from numbers import Real
+from reprlib import repr as show
+from typing import TYPE_CHECKING, Any
+
+from moequant.errors import CheckpointError
+from moequant.integrations.library import import_transformers
+from moequant.storage.documents import parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from transformers import GenerationConfig, PreTrainedModel
+
+FILE = "generation_config.json"
+
+_END = "eos_token_id"
+_OF_TOKENS = (
+    _END, "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens",
+    "bad_words_ids",
+)  # fmt: skip
+"""Which tokens end a text, and which are none of it."""
+_OF_SAMPLING = (
+    "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"
+)  # fmt: skip
+_OF_A_CALL = (
+    "do_sample", "temperature", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "use_cache", "cache_implementation", "cache_config", "return_dict_in_generate",
+    "transformers_version",
+)  # fmt: skip
+"""What callers say themselves, or what changes no token."""
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_ids(value: object) -> bool:
+    return _is_id(value) or (isinstance(value, list) and value != [] and all(map(_is_id, value)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= 1
+
+
+def _is_cutoff(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    _END: (_are_ids, "a token id, or a list of them"),
+    "top_k": (_is_id, "a whole number, 0 for all tokens"),
+    "top_p": (_is_share, "a number above 0, at most 1"),
+    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "typical_p": (_is_share, "a number above 0, at most 1"),
+    "epsilon_cutoff": (_is_cutoff, "a number from 0, below 1"),
+    "eta_cutoff": (_is_cutoff, "a number from 0, below 1"),
+    "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+}
+"""Of fields that `settings_of` takes: what they must be, and that in words."""
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The settings of generation in a checkpoint's folder; None where it has none.
+
+    Raises:
+        CheckpointError: the file is damaged, a field has a wrong value, or transformers refuses it.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    fields = parse_object(path.read_bytes(), path)
+    for name, (is_right, wanted) in _WANTED.items():
+        value = fields.get(name)
+        if value is not None and not is_right(value):
+            raise CheckpointError(
+                f"{path}: {name} is {show(value)}, but must be {wanted}; correct it, or remove it"
+            )
+    transformers = import_transformers()
+    try:
+        found: GenerationConfig = transformers.GenerationConfig.from_dict(fields)
+    # The errors of its field checks have no common base class.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} cannot read it: {error}; correct it, "
+            "or remove it"
+        ) from error
+    return found
+
+
+def settings_of(
+    model: PreTrainedModel, temperature: float, options: Mapping[str, Any]
+) -> GenerationConfig:
+    """How one prompt is continued by one sequence, whatever else the model's settings say.
+
+    Of these count which tokens end a text or are none of it and, where tokens are sampled, how.
+
+    Args:
+        model: has settings, as `read_generation_config` reads them.
+        temperature: 0 for the likeliest tokens; else tokens are sampled.
+        options: further fields.
+    """
+    given = model.generation_config
+    names = _OF_TOKENS + (_OF_SAMPLING if temperature else ())
+    fields = {name: getattr(given, name, None) for name in names}
+    if fields["pad_token_id"] is None:
+        # Nothing is padded, but transformers would log that it chooses one.
+        end = fields[_END]
+        fields["pad_token_id"] = end if isinstance(end, int) else 0
+    fields |= {"do_sample": True, "temperature": temperature} if temperature else {}
+    make: Callable[..., GenerationConfig] = import_transformers().GenerationConfig
+    return make(use_cache=True, **fields, **options)
+
+
+def unused_settings(model: PreTrainedModel) -> list[str]:
+    """Names of what the model's settings say that `settings_of` never takes."""
+    said = model.generation_config.to_diff_dict()
+    known = _OF_TOKENS + _OF_SAMPLING + _OF_A_CALL
+    return sorted(name for name in said if name not in known and not name.startswith("_"))
+
+
+@contextmanager
+def only_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    """Within it the model has these; transformers fills what a call leaves out from its own."""
+    before = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = before
