@@ -181,6 +181,7 @@ def generate(
     Raises:
         UnsupportedError: an empty prompt, `max_new_tokens` below 1, or an invalid temperature or
             seed; or torch.compile of a model without a static cache.
+        CheckpointError: a setting in generation_config.json has a wrong value.
         NumericsError: the model's logits are NaN or Inf.
     """
     _check_arguments(prompt, max_new_tokens, temperature, seed)

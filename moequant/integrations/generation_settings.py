@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from moequant.storage.documents import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from transformers import GenerationConfig, PreTrainedModel
 
@@ -44,6 +44,10 @@ def _are_ids(value: object) -> bool:
     return _is_id(value) or (isinstance(value, list) and value != [] and all(map(_is_id, value)))
 
 
+def _is_top_k(value: object) -> bool:
+    return type(value) is int and value >= -1
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -58,7 +62,7 @@ def _is_cutoff(value: Any) -> bool:
 
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     _END: (_are_ids, "a token id, or a list of them"),
-    "top_k": (_is_id, "a whole number, 0 for all tokens"),
+    "top_k": (_is_top_k, "a whole number, 0 or -1 for all tokens"),
     "top_p": (_is_share, "a number above 0, at most 1"),
     "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "typical_p": (_is_share, "a number above 0, at most 1"),
@@ -69,22 +73,27 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Of fields that `settings_of` takes: what they must be, and that in words."""
 
 
+def _check(path: Path, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        is_right, wanted = _WANTED.get(name, (None, ""))
+        if value is not None and is_right is not None and not is_right(value):
+            raise CheckpointError(
+                f"{path}: {name} is {show(value)}, but must be {wanted}; correct it, or remove it"
+            )
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
     """The settings of generation in a checkpoint's folder; None where it has none.
 
     Raises:
-        CheckpointError: the file is damaged, a field has a wrong value, or transformers refuses it.
+        CheckpointError: the file is damaged, what ends a text is no token, or transformers refuses
+            the file.
     """
     path = folder / FILE
     if not path.is_file():
         return None
     fields = parse_object(path.read_bytes(), path)
-    for name, (is_right, wanted) in _WANTED.items():
-        value = fields.get(name)
-        if value is not None and not is_right(value):
-            raise CheckpointError(
-                f"{path}: {name} is {show(value)}, but must be {wanted}; correct it, or remove it"
-            )
+    _check(path, {_END: fields.get(_END)})
     transformers = import_transformers()
     try:
         found: GenerationConfig = transformers.GenerationConfig.from_dict(fields)
@@ -108,10 +117,16 @@ def settings_of(
         model: has settings, as `read_generation_config` reads them.
         temperature: 0 for the likeliest tokens; else tokens are sampled.
         options: further fields.
+
+    Raises:
+        CheckpointError: a field that counts has a wrong value.
     """
     given = model.generation_config
     names = _OF_TOKENS + (_OF_SAMPLING if temperature else ())
     fields = {name: getattr(given, name, None) for name in names}
+    _check(Path(model.name_or_path, FILE), fields)
+    if fields.get("top_k") == -1:  # as vLLM says it
+        fields["top_k"] = 0
     if fields["pad_token_id"] is None:
         # Nothing is padded, but transformers would log that it chooses one.
         end = fields[_END]

@@ -30,7 +30,7 @@ from moequant.integrations.module_weights import ModuleWeights, check_complete, 
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
 from moequant.integrations.transformers import (
     check_runs,
-    decoder_of,
+    decoder_module,
     expert_blocks,
     model_class,
     read_config,
@@ -83,7 +83,7 @@ class LayerwiseModel:
         config = read_config(transformers, checkpoint.path)
         config._experts_implementation = "eager"
         self._model = _build(transformers, config, dtype)
-        self.decoder: Any = decoder_of(self._model)
+        self.decoder: Any = decoder_module(self._model)
         self.layers: nn.ModuleList = _layers(self.decoder)
         self._embedding: nn.Module = self._model.get_input_embeddings()
         self._weights = ModuleWeights(

@@ -229,7 +229,7 @@ class ExpertsOfModel(nn.Module):
         return output.view(hidden_states.shape)
 
 
-def decoder_of(model: PreTrainedModel) -> Any:
+def decoder_module(model: PreTrainedModel) -> Any:
     """The module that holds the layers; Llama 4 calls its language model the decoder."""
     decoder: Any = model.get_decoder()
     has_layers = hasattr(decoder, "layers") or hasattr(decoder, "blocks")
@@ -239,7 +239,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def expert_blocks(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The module of each layer, by index, whose attribute `experts` is a module."""
     blocks = {}
-    decoder = decoder_of(model)
+    decoder = decoder_module(model)
     for index, layer in enumerate(getattr(decoder, "layers", getattr(decoder, "blocks", ()))):
         for block in layer.modules():
             if isinstance(getattr(block, "experts", None), nn.Module):

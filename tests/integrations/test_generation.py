@@ -118,6 +118,28 @@ def test_settings_that_are_not_used_are_named(with_settings):
     assert unused_settings(with_settings(**said)) == ["max_time", "num_beams"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("top_k", -2, "top_k is -2, but must be a whole number, 0 or -1 for all tokens; correct"),
+        ("top_p", 0, "top_p is 0, but must be a number above 0, at most 1"),
+        ("repetition_penalty", -1, "repetition_penalty is -1, but must be a number above 0"),
+    ],
+)
+def test_a_wrong_setting_of_sampling_is_refused_where_it_counts(with_settings, field, value, said):
+    given = with_settings(do_sample=True)
+    setattr(given.generation_config, field, value)
+    assert generate(given, [5, 6, 7], max_new_tokens=2).ids
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {said}"):
+        generate(given, [5, 6, 7], max_new_tokens=2, temperature=1.0)
+
+
+def test_a_top_k_that_takes_all_tokens_may_be_written_as_vllm_does(model, with_settings):
+    options = {"max_new_tokens": 6, "temperature": 5.0}
+    every = generate(with_settings(do_sample=True, top_k=0), [5, 6, 7], **options).ids
+    assert generate(with_settings(do_sample=True, top_k=-1), [5, 6, 7], **options).ids == every
+
+
 def test_a_setting_of_sampling_counts_where_tokens_are_sampled(model, with_settings):
     # Behind the third, two tokens are equally likely.
     likeliest = generate(model, [5, 6, 7], max_new_tokens=3).ids
@@ -140,9 +162,6 @@ def test_a_cache_that_config_json_turns_off_is_used(model, monkeypatch):
         ('{"eos_token_id": []}', r"eos_token_id is \[\], but must be a token id"),
         ('{"eos_token_id": "x"}', "eos_token_id is 'x', but must be a token id"),
         ('{"eos_token_id": -1}', "eos_token_id is -1, but must be a token id"),
-        ('{"top_k": -1}', "top_k is -1, but must be a whole number, 0 for all tokens; correct it"),
-        ('{"top_p": 0}', "top_p is 0, but must be a number above 0, at most 1"),
-        ('{"repetition_penalty": -1}', "repetition_penalty is -1, but must be a number above 0"),
         ('{"compile_config": 5}', "transformers .* cannot read it: .*; correct it, or remove it"),
     ],
 )

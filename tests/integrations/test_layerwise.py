@@ -94,7 +94,7 @@ def test_a_layer_that_returns_something_else_is_refused(model, monkeypatch):
 
 
 def test_a_decoder_without_a_list_of_layers_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(layerwise, "decoder_of", lambda model: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(layerwise, "decoder_module", lambda model: torch.nn.Linear(1, 1))
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(UnsupportedError, match="Linear: neither `layers` nor `blocks`"):
         LayerwiseModel(
