@@ -170,10 +170,11 @@ def command(
             progress=progress,
         )
     loaded_s = time.perf_counter() - begun
-    if unused := unused_settings(model):
+    if unused := unused_settings(model, temperature):
+        how = "sampled with its cutoffs and penalties" if temperature else "the likeliest"
         out.warn(
-            f"{Path(converted, FILE)}: not used, as one sequence is decoded until it ends: "
-            f"{', '.join(unused)}"
+            f"{Path(model.name_or_path, FILE)}: not used, as one sequence is decoded whose tokens "
+            f"are {how}: {', '.join(unused)}"
         )
     generated = generate(
         model,

@@ -65,7 +65,7 @@ def part_tokens(tokens: int, topk: int) -> int:
     return min(tokens, max(MAX_PAIRS // max(topk, 1), 1))
 
 
-def part_sizes(tokens: int, topk: int) -> set[int]:
+def launch_sizes(tokens: int, topk: int) -> set[int]:
     """The numbers of tokens, none of them 0, of the parts that `run_in_parts` runs a call in."""
     most = part_tokens(tokens, topk)
     return {most, tokens % most} - {0} if most else set()

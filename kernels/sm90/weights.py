@@ -16,7 +16,7 @@ from torch import Tensor
 from moequant.act_fn import SILU, ActFn
 from moequant.errors import MoequantError, UnsupportedError
 from moequant.kernels.arena import WorkspaceArena
-from moequant.kernels.calls import part_sizes, part_tokens, run_in_parts
+from moequant.kernels.calls import launch_sizes, part_tokens, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
 from moequant.kernels.kernel_sets import around_gemms
 from moequant.kernels.portable.portable_grouped_gemm import Rows
@@ -292,7 +292,7 @@ class Sm90Weights(ABC):
         if (tokens, topk, tiling) not in known:
             known[tokens, topk, tiling] = max(
                 self._part_bytes(part, topk, tiling or self.tiling(part, topk))
-                for part in part_sizes(tokens, topk)
+                for part in launch_sizes(tokens, topk)
             )
         return known[tokens, topk, tiling]
 

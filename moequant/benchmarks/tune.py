@@ -172,8 +172,9 @@ def tune(
             if tuner is not None:
                 tables[name, each] = tuner.table(path)
     for each in formats or ():
-        if all((name, each) in refusals for name in shapes):
-            raise refusals[next(iter(shapes)), each]
+        refused = [refusals.get((name, each)) for name in shapes]
+        if refused and refused[0] is not None and None not in refused:
+            raise refused[0]
     table_of = {each: table for (_, each), table in tables.items()}
     _check_tables(table_of, path, backend)
     report = progress or SilentProgress()

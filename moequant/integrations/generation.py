@@ -135,10 +135,12 @@ class Prompts:
             UnsupportedError: there is no tokenizer, transformers cannot read it, or the text has
                 no tokens or half of a surrogate pair.
         """
-        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             raise UnsupportedError(
                 "the prompt is not valid UTF-8; give text in UTF-8, or its tokens by --prompt-ids"
-            )
+            ) from error
         ids = list(self._tokenizer(text)["input_ids"])
         self.check(ids)
         return ids
@@ -163,7 +165,7 @@ def generate(
     seed: int = 0,
     torch_compile: bool = False,
 ) -> Generation:
-    """Continue a prompt.
+    """Continue a prompt. Calls of one model must not overlap: it has the call's settings meanwhile.
 
     On a CUDA device a few tokens are generated first and discarded, so that compiling kernels,
     packing weights and capturing graphs is not part of the other times.

@@ -25,13 +25,13 @@ _OF_TOKENS = (
     "bad_words_ids",
 )  # fmt: skip
 """Which tokens end a text, and which are none of it."""
-_OF_SAMPLING = (
-    "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"
-)  # fmt: skip
+_CUTOFFS = ("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""They leave the likeliest token what it is."""
+_PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
 _OF_A_CALL = (
     "do_sample", "temperature", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
     "use_cache", "cache_implementation", "cache_config", "return_dict_in_generate",
-    "transformers_version",
+    "output_attentions", "output_hidden_states", "transformers_version",
 )  # fmt: skip
 """What callers say themselves, or what changes no token."""
 
@@ -41,7 +41,11 @@ def _is_id(value: object) -> bool:
 
 
 def _are_ids(value: object) -> bool:
-    return _is_id(value) or (isinstance(value, list) and value != [] and all(map(_is_id, value)))
+    return _is_id(value) or _is_list_of(_is_id)(value)
+
+
+def _is_list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and value != [] and all(map(is_one, value))
 
 
 def _is_top_k(value: object) -> bool:
@@ -62,8 +66,15 @@ def _is_cutoff(value: Any) -> bool:
 
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     _END: (_are_ids, "a token id, or a list of them"),
+    "bos_token_id": (_is_id, "a token id"),
+    "pad_token_id": (lambda value: _is_id(value) or value == -1, "a token id"),
+    "suppress_tokens": (_is_list_of(_is_id), "a list of token ids"),
+    "begin_suppress_tokens": (_is_list_of(_is_id), "a list of token ids"),
+    "bad_words_ids": (_is_list_of(_is_list_of(_is_id)), "a list of lists of token ids"),
     "top_k": (_is_top_k, "a whole number, 0 or -1 for all tokens"),
     "top_p": (_is_share, "a number above 0, at most 1"),
+    "top_h": (_is_share, "a number above 0, at most 1"),
+    "no_repeat_ngram_size": (_is_id, "a whole number, at least 0"),
     "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "typical_p": (_is_share, "a number above 0, at most 1"),
     "epsilon_cutoff": (_is_cutoff, "a number from 0, below 1"),
@@ -86,14 +97,14 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     """The settings of generation in a checkpoint's folder; None where it has none.
 
     Raises:
-        CheckpointError: the file is damaged, what ends a text is no token, or transformers refuses
-            the file.
+        CheckpointError: the file is damaged, a field of token ids holds others, or transformers
+            refuses the file.
     """
     path = folder / FILE
     if not path.is_file():
         return None
     fields = parse_object(path.read_bytes(), path)
-    _check(path, {_END: fields.get(_END)})
+    _check(path, {name: fields.get(name) for name in _OF_TOKENS})
     transformers = import_transformers()
     try:
         found: GenerationConfig = transformers.GenerationConfig.from_dict(fields)
@@ -111,7 +122,8 @@ def settings_of(
 ) -> GenerationConfig:
     """How one prompt is continued by one sequence, whatever else the model's settings say.
 
-    Of these count which tokens end a text or are none of it and, where tokens are sampled, how.
+    Of these count which tokens end a text or are none of it and, where tokens are sampled, cutoffs
+    and penalties.
 
     Args:
         model: has settings, as `read_generation_config` reads them.
@@ -122,30 +134,48 @@ def settings_of(
         CheckpointError: a field that counts has a wrong value.
     """
     given = model.generation_config
-    names = _OF_TOKENS + (_OF_SAMPLING if temperature else ())
-    fields = {name: getattr(given, name, None) for name in names}
+    found = {name: getattr(given, name, None) for name in _counted(temperature)}
+    # Not all releases of transformers have all.
+    fields = {name: value for name, value in found.items() if value is not None}
     _check(Path(model.name_or_path, FILE), fields)
     if fields.get("top_k") == -1:  # as vLLM says it
         fields["top_k"] = 0
-    if fields["pad_token_id"] is None:
+    if fields.get("pad_token_id", -1) == -1:
         # Nothing is padded, but transformers would log that it chooses one.
-        end = fields[_END]
+        end = fields.get(_END)
         fields["pad_token_id"] = end if isinstance(end, int) else 0
     fields |= {"do_sample": True, "temperature": temperature} if temperature else {}
     make: Callable[..., GenerationConfig] = import_transformers().GenerationConfig
     return make(use_cache=True, **fields, **options)
 
 
-def unused_settings(model: PreTrainedModel) -> list[str]:
-    """Names of what the model's settings say that `settings_of` never takes."""
-    said = model.generation_config.to_diff_dict()
-    known = _OF_TOKENS + _OF_SAMPLING + _OF_A_CALL
-    return sorted(name for name in said if name not in known and not name.startswith("_"))
+def _counted(temperature: float) -> tuple[str, ...]:
+    return _OF_TOKENS + (_CUTOFFS + _PENALTIES if temperature else ())
+
+
+def unused_settings(model: PreTrainedModel, temperature: float) -> list[str]:
+    """Names of what generation_config.json says that would matter, but `settings_of` leaves out."""
+    given = model.generation_config
+    if getattr(given, "_from_model_config", False):  # there is no file
+        return []
+    known = (*_counted(temperature), *_CUTOFFS, *_OF_A_CALL)
+    neutral = getattr(given, "_get_default_generation_params", dict)()
+    return sorted(
+        name
+        for name, value in given.to_diff_dict().items()
+        if name not in known
+        and not name.startswith("_")
+        and value not in (None, False)
+        and value != neutral.get(name)
+    )
 
 
 @contextmanager
 def only_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Within it the model has these; transformers fills what a call leaves out from its own."""
+    """Within it the model has these; transformers fills what a call leaves out from its own.
+
+    Calls of one model must not overlap.
+    """
     before = model.generation_config
     model.generation_config = settings
     try:

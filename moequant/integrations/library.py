@@ -49,8 +49,8 @@ def building(name: str) -> Iterator[None]:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise UnsupportedError(
-            f"{name}: {reason}; install it, or choose attn_implementation 'sdpa' or 'eager', as an "
-            "argument or in config.json"
+            f"{name}: {reason}; choose attn_implementation 'sdpa' or 'eager', as an argument or in "
+            "config.json, or install what it needs"
         ) from error
     except (
         ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError

@@ -30,7 +30,6 @@ from moequant.formats import STATIC_SCHEMES, dequantize
 from moequant.integrations.decoding import use_static_cache, why_not_static
 from moequant.integrations.generation_settings import read_generation_config
 from moequant.integrations.library import building, import_transformers
-from moequant.models import ROUTED_EXPERTS
 from moequant.progress import SilentProgress
 from moequant.runtime import FusedExperts
 from moequant.runtime.inputs import HIDDEN_DTYPES
@@ -55,11 +54,6 @@ CANNOT_RUN = {
     ),
 }
 """Classes of releases of transformers that stop in every forward, and why."""
-_PLACED = {
-    ROUTED_EXPERTS, "attention", "dense_mlp", "norm", "router", "router_bias", "shared_experts",
-    "embedding", "lm_head",
-}  # fmt: skip
-"""Roles of weights that every model of transformers has a place for, if it is the checkpoint's."""
 _COMPARED = {
     "layers": "layers",
     "sparse_layers": "layers with experts",
@@ -115,10 +109,11 @@ def load_model(
         checkpoint instead.
 
     Raises:
-        CheckpointError: not a converted checkpoint, or a damaged one; a config.json that
-            transformers refuses; or a missing tensor.
-        UnsupportedError: transformers is not installed, or does not support the model; a dtype that
-            the experts do not support; or as `load_experts`.
+        CheckpointError: not a converted checkpoint, or a damaged one; a config.json or
+            generation_config.json that transformers refuses; a missing tensor; or experts in layers
+            that config.json does not have.
+        UnsupportedError: transformers, or a package for attention, is not installed, or does not
+            support the model; a dtype that the experts do not support; or as `load_experts`.
     """
     transformers = import_transformers()
     place = usable_device(device)
@@ -128,6 +123,7 @@ def load_model(
     class_ = model_class(transformers, config)
     dtype = _check_dtype(config.dtype if dtype is None else dtype)
     layers = converted_layers(reader.converted)
+    _check_layers(reader.converted)
     report = progress or SilentProgress()
     sizes = {layer: _bytes_of_experts(reader.converted, layer) for layer in layers}
     total = sum(info.size_bytes for info in reader.converted.checkpoint.tensors.values())
@@ -141,7 +137,6 @@ def load_model(
         _without_experts(class_, reader.converted, layers),
         config,
         _other_tensors(reader, layers, dtype),
-        converted=reader.converted,
         dtype=dtype,
         device_map=None if place.type == "cpu" else {"": place},
         attn_implementation=attn_implementation,
@@ -300,7 +295,8 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.return_dict = True  # else forward passes return tuples, which `generate` cannot read
+    # Else forward passes return tuples, which `generate` cannot read.
+    config.return_dict = language.return_dict = True
     return config
 
 
@@ -369,15 +365,12 @@ def _build(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
     tensors: Mapping[str, Tensor],
-    *,
-    converted: ConvertedCheckpoint,
     **options: Any,
 ) -> PreTrainedModel:
     """Build the model from `tensors`, which have their names on disk.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong shape or has no place in the model; or
-            the model cannot be made.
+        CheckpointError: a tensor is missing or has the wrong shape, or the model cannot be made.
     """
     given = {name: value for name, value in options.items() if value is not None}
     # All tensors are already in memory. Those of other shapes are said in our words.
@@ -390,9 +383,7 @@ def _build(
             ignore_mismatched_sizes=True,
             **given,
         )
-    unplaced = [name for name in report["unexpected_keys"] if _must_be_placed(converted, name)]
-    report["unexpected_keys"] = unplaced
-    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+    for fault in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report[fault]:
             raise CheckpointError(
                 f"{model_class.__name__}: {fault.replace('_', ' ')}: "
@@ -402,18 +393,23 @@ def _build(
     return model
 
 
-def _must_be_placed(converted: ConvertedCheckpoint, name: str) -> bool:
-    """Whether a model without a place for this tensor is another model than the checkpoint's.
+def _check_layers(converted: ConvertedCheckpoint) -> None:
+    """Check that config.json has all layers whose experts the files hold.
 
-    Not so of layers for multi-token prediction, of other towers, and of scales of a KV cache.
+    transformers would leave the others out, and say so in a log.
+
+    Raises:
+        CheckpointError: it lacks one.
     """
-    if not name.endswith((".weight", ".bias")):
-        return False
-    try:
-        found = converted.architecture.classify(name)
-    except UnsupportedError:  # names an expert in a way that is not the architecture's
-        return False
-    return found.role in _PLACED and found.layer not in converted.moe.optional_layers
+    moe, path = converted.moe, converted.checkpoint.path
+    held = {name.partition(".experts.")[0] for name in converted.checkpoint.tensors}
+    for layer in range(moe.layers, moe.layers + len(held)):
+        block = converted.expert_module(layer, 0, "down").partition(".experts.")[0]
+        if block in held and layer not in moe.optional_layers:
+            raise CheckpointError(
+                f"{path}: {block}.experts: config.json has {moe.layers} layers, without this one; "
+                "correct config.json, or fetch or convert the checkpoint again"
+            )
 
 
 @contextmanager

@@ -73,10 +73,10 @@ class FusedExperts(nn.Module):
         expert_map: [global experts] int32 or int64, where the router's ids are not the indices of
             `weights`: index of each id, or -1 for an expert that is not here and contributes
             nothing. Not part of `state_dict`.
-        max_tokens: more tokens than that run in parts, as equal as can be, one after the other; so
-            memory is bounded whatever M is. A part gives the bits of a call of its tokens, whose
-            number decides in which order backends add. With "fp8_tensor" each part has scales of
-            its own, and at most 65,536 token-expert pairs.
+        max_tokens: more tokens than that, or than have 65,536 token-expert pairs, run in parts, as
+            equal as can be, one after the other; so memory is bounded whatever M is. A part gives
+            the bits of a call of its tokens, whose number decides in which order backends add. With
+            "fp8_tensor" each part has scales of its own.
 
     Raises:
         UnsupportedError: no backend runs this, or the named one does not; says why. Or an
@@ -228,15 +228,17 @@ class FusedExperts(nn.Module):
             check_activations(activations)
         ready = self._ready.get(activations)
         if ready is None or not ready.fits(self._buffers, self.backend):
-            ready = self._make_ready(activations)
             self._release_replaced()
+            ready = self._make_ready(activations)
+            self._release_replaced()  # of those that it packed anew
             self._ready[activations] = ready
         return ready.packed
 
     def _release_replaced(self) -> None:
-        """Keep no tensors that were buffers once."""
-        kept = {a: r for a, r in self._ready.items() if r.fits(self._buffers, self.backend)}
-        self._ready = kept
+        """Keep no tensors that were buffers once; other threads may add entries meanwhile."""
+        for activations, ready in list(self._ready.items()):
+            if not ready.fits(self._buffers, self.backend):
+                self._ready.pop(activations, None)
 
     def part_sizes(self, tokens: int, topk: int) -> tuple[int, ...]:
         """The numbers of tokens of the parts that a call of [tokens, topk] pairs runs in.
@@ -276,6 +278,7 @@ class FusedExperts(nn.Module):
             UnsupportedError: as `kernels_for`.
             MoequantError: the compiler refuses a kernel.
         """
+        topk = check_count("topk", topk)
         sizes = [size for M in tokens for size in self.part_sizes(M, topk)]
         self.packed().compile_ahead(list(dict.fromkeys(sizes)), topk)
 

@@ -192,5 +192,12 @@ def test_settings_that_are_not_used_are_said(run, with_tokenizer):
     (with_tokenizer / "generation_config.json").write_text('{"num_beams": 4, "top_k": 5}')
     done = run("generate", with_tokenizer, "--prompt", "one", "--max-new-tokens", 2)
     assert done.exit_code == 0
-    said = "generation_config.json: not used, as one sequence is decoded until it ends: num_beams"
-    assert said in " ".join(done.stderr.split())
+    said = "generation_config.json: not used, as one sequence is decoded whose tokens are the "
+    assert f"{said}likeliest: num_beams" in " ".join(done.stderr.split())
+
+
+def test_a_checkpoint_without_a_file_of_settings_has_none_that_are_not_used(run, with_tokenizer):
+    (with_tokenizer / "generation_config.json").unlink(missing_ok=True)
+    done = run("generate", with_tokenizer, "--prompt", "one", "--max-new-tokens", 2)
+    assert done.exit_code == 0
+    assert "not used" not in done.stderr

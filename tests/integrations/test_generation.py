@@ -114,8 +114,15 @@ def test_other_settings_do_not_change_the_likeliest_tokens(model, with_settings,
 
 
 def test_settings_that_are_not_used_are_named(with_settings):
-    said = {"num_beams": 4, "max_time": 3.0, "eos_token_id": 2, "top_p": 0.9, "do_sample": True}
-    assert unused_settings(with_settings(**said)) == ["max_time", "num_beams"]
+    said = {
+        "num_beams": 4, "max_time": 3.0, "eos_token_id": 2, "top_p": 0.9, "do_sample": True,
+        "repetition_penalty": 1.1, "length_penalty": 1.0, "output_attentions": False,
+    }  # fmt: skip
+    given = with_settings(**said)
+    assert unused_settings(given, 1.0) == ["max_time", "num_beams"]
+    assert unused_settings(given, 0.0) == ["max_time", "num_beams", "repetition_penalty"]
+    neutral = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
+    assert unused_settings(with_settings(**neutral), 0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,8 @@ def test_a_cache_that_config_json_turns_off_is_used(model, monkeypatch):
         ('{"eos_token_id": []}', r"eos_token_id is \[\], but must be a token id"),
         ('{"eos_token_id": "x"}', "eos_token_id is 'x', but must be a token id"),
         ('{"eos_token_id": -1}', "eos_token_id is -1, but must be a token id"),
+        ('{"suppress_tokens": "x"}', "suppress_tokens is 'x', but must be a list of token ids"),
+        ('{"bad_words_ids": [5]}', r"bad_words_ids is \[5\], but must be a list of lists of token"),
         ('{"compile_config": 5}', "transformers .* cannot read it: .*; correct it, or remove it"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from moequant.kernels import calls
-from moequant.kernels.calls import MAX_PAIRS, part_sizes, part_tokens, run_in_parts
+from moequant.kernels.calls import MAX_PAIRS, launch_sizes, part_tokens, run_in_parts
 
 H, T = 4, 2
 
@@ -58,7 +58,7 @@ def test_parts_make_the_output_of_the_whole(monkeypatch, tokens, runs, quantized
         hidden_scale=scale if quantized else None,
     )
     assert done == runs
-    assert part_sizes(tokens, T) == set(runs)
+    assert launch_sizes(tokens, T) == set(runs)
     assert torch.equal(out, want)
 
 

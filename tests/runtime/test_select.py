@@ -40,10 +40,19 @@ def test_a_refusal_says_which_activations_a_default_backend_takes(monkeypatch):
     said = r"activations=\"none\" runs the same weights .*--activations none$"
     with pytest.raises(UnsupportedError, match=said):
         select(replace(ON_CUDA, activations="nvfp4_static"))
-    for asked in ({"activations": "nvfp4_static", "experts": 0}, {"activations": "none"}):
-        with pytest.raises(UnsupportedError) as error:
-            select(replace(ON_CUDA, **asked), *(("deepgemm",) if "experts" not in asked else ()))
-        assert "runs the same weights" not in str(error.value)
+    with pytest.raises(UnsupportedError) as error:
+        select(replace(ON_CUDA, activations="nvfp4_static", experts=0))
+    assert "runs the same weights" not in str(error.value)
+    with pytest.raises(UnsupportedError) as error:
+        select(ON_CUDA, "deepgemm")
+    assert "runs the same weights" not in str(error.value)
+    monkeypatch.setattr(
+        type(BACKENDS["triton"]),
+        "supports",
+        lambda self, workload: None if workload.activations == "fp8_token" else "no",
+    )
+    with pytest.raises(UnsupportedError, match=r"--activations fp8_token$"):
+        select(replace(ON_CUDA, activations="nvfp4_static"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.kernels.calls import part_sizes, run_in_parts
+from moequant.kernels.calls import launch_sizes, run_in_parts
 from moequant.kernels.kept_plans import KeptPlans
 from moequant.runtime.backends.base import PackedExperts
 
@@ -53,7 +53,7 @@ class PlannedExperts(PackedExperts):
             return 0
         known = self._workspace_bytes
         if (tokens, topk) not in known:
-            parts = part_sizes(tokens, topk)
+            parts = launch_sizes(tokens, topk)
             known[tokens, topk] = max(self._part_bytes(part, topk) for part in parts)
         return known[tokens, topk]
 
