@@ -159,7 +159,7 @@ def unused_settings(model: PreTrainedModel, temperature: float) -> list[str]:
     if getattr(given, "_from_model_config", False):  # there is no file
         return []
     known = (*_counted(temperature), *_CUTOFFS, *_OF_A_CALL)
-    neutral = getattr(given, "_get_default_generation_params", dict)()
+    neutral: dict[str, Any] = getattr(given, "_get_default_generation_params", dict)()
     return sorted(
         name
         for name, value in given.to_diff_dict().items()
