@@ -33,6 +33,9 @@ time.sleep = lambda seconds: _sleep(min(seconds, 0.02))
 
 
 def run(request, out, err):
+    # torch makes its pool anew at the first call in a forked process, and fails if threads, which
+    # call this when they first compute, do so at once.
+    torch.set_num_threads(1)
     os.environ.update(request.get("environment", {}))
     # A shell that starts pytest behind & has its processes ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
