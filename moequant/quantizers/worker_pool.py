@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 def worker_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads with one intra-op thread each: units are small, and workers fill the cores."""
     before = torch.get_num_threads()
-    # In a forked process, the first call makes a pool anew, and a second at that moment finds none.
-    torch.set_num_threads(before)
     try:
         with ThreadPoolExecutor(workers, "moequant", torch.set_num_threads, (1,)) as pool:
             yield pool
