@@ -126,6 +126,14 @@ TASKS = [
         limit_s=400,
         needs=("deep_gemm",),
     ),
+    Task(
+        name="first-call",
+        commands=("{python} tests/gpu_checks/first_call.py --json {out}/first_call.json",),
+        estimate_s=130,
+        limit_s=600,
+        beside=2,
+        needs=("sm90", "cutlass"),
+    ),
     *(_sanitize(case, tool) for tool in ("memcheck", "racecheck") for case in SHARDS),
     Task(
         name="selftest",
