@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -178,6 +179,7 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 
 def _remedy(report: Report | IntegrityReport) -> str:
     from moequant.storage.files import RECORD_FILE
+    from moequant.verification import IntegrityReport
     from moequant.verification.integrity import NO_TABLE
     from moequant.verification.prepared import remedy_for
 
@@ -198,7 +200,17 @@ def _remedy(report: Report | IntegrityReport) -> str:
         return "remove these files"
     if all(problem.check == "backend" for problem in report.problems):
         return "serve with another backend; the weights are right"
-    return "convert again with --overwrite, or copy the files again"
+    again = "convert again with --overwrite, or copy the files again"
+    if not isinstance(report, IntegrityReport) and _may_be_swapped(report):
+        exchanged = shlex.join(["moequant", "verify", report.source, "--against", report.converted])
+        return f"if {report.source} was made from {report.converted}: {exchanged}; else {again}"
+    return again
+
+
+def _may_be_swapped(report: Report) -> bool:
+    """Whether plain weights that moequant has no record of were compared with quantized ones."""
+    counts = report.counts
+    return counts["dequantized"] > 0 and not counts["converted"] and report.record_sha256 is None
 
 
 _METHODS = {

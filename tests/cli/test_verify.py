@@ -89,6 +89,15 @@ def test_changed_weight_exits_5_and_is_named_even_if_quiet(run, source, copy):
     assert closing not in document["error"]["message"]
 
 
+def test_source_given_as_what_was_converted_is_to_be_exchanged(run, converted, source):
+    result = run("verify", source, "--against", converted)
+    assert result.exit_code == 5
+    exchanged = f"moequant verify {converted} --against {source}"
+    assert result.stderr.splitlines()[-1].startswith(
+        f"To fix it: if {converted} was made from {source}: {exchanged}; else convert again"
+    )
+
+
 def test_another_source_is_to_be_named(run, converted, source, tmp_path):
     other = shutil.copytree(source, tmp_path / "other")
     (other / "config.json").write_text((other / "config.json").read_text() + "\n")

@@ -162,11 +162,14 @@ def torch_bytes(folder):
 
 
 class Server:
-    """A running `vllm serve`."""
+    """A running `vllm serve`.
 
-    def __init__(self, process, port, model, gpu_bytes):
+    `gpu_bytes` returns memory of the GPUs, None where it is unknown; with `gpu_known`, that fails.
+    """
+
+    def __init__(self, process, port, model, gpu_bytes, *, gpu_known):
         self.process, self.port, self.model = process, port, model
-        self.gpu_bytes = gpu_bytes
+        self.gpu_bytes, self.gpu_known = gpu_bytes, gpu_known
 
     def connect(self):
         """A connection."""
@@ -204,7 +207,7 @@ def serve(checkpoint, log, *, alone, beside, options, start_s):
             command, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         measure = partial(torch_bytes, memory) if beside else gpu_bytes
-        server = Server(process, port, "soak", measure)
+        server = Server(process, port, "soak", measure, gpu_known=beside)
         try:
             wait_for(server, start_s)
             yield server
@@ -356,7 +359,7 @@ def soak(server, *, seconds, clients, vocabulary):
         return found
     if not sum(found.requests.values()):
         found.problems.append("no request was answered")
-    check_memory(found, gpu_known=server.gpu_bytes is not gpu_bytes)
+    check_memory(found, gpu_known=server.gpu_known)
     after = answers(server, references, "end")
     for index, (first, last) in enumerate(zip(before, after, strict=True)):
         if first != last:
