@@ -119,7 +119,12 @@ def keeping_nothing(layer: Any) -> Callable[..., bool]:
 
 
 def model_folder() -> str:
-    """What vLLM loads: a folder, or an id of a hub."""
+    """What vLLM loads: a folder, or an id of a hub.
+
+    Of a draft model it is the draft's own, as vLLM 0.22.1 builds that with a configuration of its
+    own (v1/spec_decode/draft_model.py: `_create_draft_vllm_config`). Heads for speculation have the
+    configuration of the model, but numbers of layers behind the model's.
+    """
     folder: str = get_current_vllm_config().model_config.model
     return folder
 
