@@ -22,14 +22,7 @@ bandwidth that the device is measured to have in the same run. The result is a J
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,10 +37,12 @@ from moequant.benchmarks.one_serving import (
 )
 from moequant.benchmarks.random_models import random_model
 from moequant.benchmarks.serving_engines import ENGINES, Setup
+from moequant.benchmarks.serving_process import LOG_END, run_or_raise, run_step
 from moequant.benchmarks.shapes import model_name
 from moequant.benchmarks.step_floor import StepFloor
+from moequant.benchmarks.vllm_log import add_cause, find_experts
 from moequant.conversion import convert
-from moequant.errors import ArgumentError, MoequantError, UnsupportedError, unknown_name
+from moequant.errors import ArgumentError, unknown_name
 from moequant.integrations.tokenizer import vocabulary_size
 from moequant.progress import SilentProgress
 from moequant.runtime.activations import FP8_TENSOR
@@ -66,23 +61,6 @@ METHOD = (
 )
 PLAIN = "bf16"
 """The name of a random model that is not converted."""
-
-_LOG_END = 2000
-"""Characters of a failed engine's output that are kept."""
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_LOGGING_COLOR": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Of every process: vLLM's log says who runs the experts, and nothing uses the network."""
-_LOGGED = re.compile(r"\bERROR [^\[]*\[[^\]]+:\d+\] (.*)")
-"""A line that vLLM logs as an error, with what follows its prefix."""
-_OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
-_VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
-"""As vLLM 0.22.1 and 0.33.0 log them, such as "Using TRITON Fp8 MoE backend out of ..."."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +139,9 @@ def bench_serving(
     report = progress or SilentProgress()
     with tempfile.TemporaryDirectory(prefix="moequant-bench-", dir=folder) as name:
         place = Path(name)
-        found = _run_or_raise("machine", {"device": measure.device}, place, measure)
+        found = run_or_raise(
+            "machine", {"device": measure.device}, place, timeout_s=measure.timeout_s
+        )
         rows: list[dict[str, Any]] = []
         document = {
             "measured": datetime.now(UTC).date().isoformat(),
@@ -256,7 +236,7 @@ def _checkpoints(
         "folder": str(place / "source"),
         "device": measure.device,
     }
-    _run_or_raise("model", request, place, measure)
+    run_or_raise("model", request, place, timeout_s=measure.timeout_s)
     layers = random_source.layers
     model = f"{model_name(random_source.shape)}, {layers} layer{'' if layers == 1 else 's'}"
     for format in random_source.formats:
@@ -297,44 +277,24 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         "vocabulary": vocabulary_size(Checkpoint.open(path).config, path),
         "profile": measure.profile,
     }
+    plug_in = engine == "vllm+moequant"
     found, log = run_step(
         "engine",
         request,
         place,
         what=engine,
         timeout_s=measure.timeout_s,
-        plugins="moequant" if engine == "vllm+moequant" else "",
+        plugins="moequant" if plug_in else "",
     )
     if "error" in found:
-        return {"error": _reason(found["error"], log), "log": log[-_LOG_END:]}
-    if engine == "vllm+moequant" and not _OUR_EXPERTS.search(log):
+        return {"error": add_cause(found["error"], log), "log": log[-LOG_END:]}
+    logged = find_experts(log, plug_in=plug_in)
+    if plug_in and logged is None:
         error = "vLLM did not say that moequant runs its experts: the plug-in was not used"
-        return {"error": error, "log": log[-_LOG_END:]}
+        return {"error": error, "log": log[-LOG_END:]}
     if found["experts"] is None:
-        pattern = _OUR_EXPERTS if engine == "vllm+moequant" else _VLLM_EXPERTS
-        found["experts"] = ", ".join(dict.fromkeys(pattern.findall(log))) or None
+        found["experts"] = logged
     return found
-
-
-def _reason(error: str, log: str) -> str:
-    """An engine's error, with what a process of vLLM's raised: vLLM says only that one failed."""
-    raised = _raised_by_a_worker(log)
-    message = (raised or "").partition(": ")[2]
-    if raised is None or (message and message in error):
-        return error
-    return f"{error}; a process raised {raised}"
-
-
-def _raised_by_a_worker(log: str) -> str | None:
-    """The first exception with a traceback in vLLM's log; of a chain, the first."""
-    traced = False
-    for found in filter(None, map(_LOGGED.search, log.splitlines())):
-        text = found[1]
-        if text.startswith("Traceback (most recent call last)"):
-            traced = True
-        elif traced and text and not text[0].isspace():
-            return text
-    return None
 
 
 def _figures(
@@ -361,74 +321,3 @@ def _figures(
         },
         **({"profile": found["profile"]} if measure.profile else {}),
     }
-
-
-_WHAT = {"machine": "measuring this machine", "model": "writing the model of random weights"}
-"""What errors call the steps that belong to no engine."""
-
-
-def _run_or_raise(
-    step: str, request: Mapping[str, Any], place: Path, measure: ServingMeasure
-) -> dict[str, Any]:
-    found, log = run_step(step, request, place, what=_WHAT[step], timeout_s=measure.timeout_s)
-    if found.get("unsupported"):
-        raise UnsupportedError(found["error"])
-    if "error" in found:
-        end = log.strip()[-_LOG_END:]
-        printed = f"it printed last:\n{end}" if end else "it printed nothing"
-        raise MoequantError(f"{found['error']}; {printed}")
-    return found
-
-
-def run_step(
-    step: str,
-    request: Mapping[str, Any],
-    place: Path,
-    *,
-    what: str,
-    timeout_s: float,
-    plugins: str = "",
-) -> tuple[dict[str, Any], str]:
-    """Run a step of `one_serving` in a new process; returns what it found, and what it printed.
-
-    Args:
-        step: its name.
-        request: what it is given.
-        place: an existing folder for files.
-        what: what errors call it, such as the name of the engine.
-        timeout_s: seconds after which it is ended, with all processes that it started.
-        plugins: value of VLLM_PLUGINS; empty loads none.
-    """
-    files = [place / f"{step}.{name}" for name in ("request.json", "result.json", "log")]
-    asked, told, log = files
-    asked.write_text(json.dumps(request))
-    told.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "moequant.benchmarks.one_serving", step, str(asked), str(told)]
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_PLUGINS": plugins}
-    with log.open("wb") as output:
-        # A session of its own, because engines start processes, which must end with it.
-        process = subprocess.Popen(  # noqa: S603 - ourselves
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        error = None
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            error = f"{what} did not end within {timeout_s:g} s; allow more by --timeout"
-        finally:
-            _end(process)
-    text = log.read_text(errors="replace")
-    if told.exists() and error is None:
-        found: dict[str, Any] = json.loads(told.read_text())
-        return found, text
-    if error is None:
-        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-        error = f"{what} ended with exit code {process.returncode}: {last.strip()}"
-    return {"error": error}, text
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and of those it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

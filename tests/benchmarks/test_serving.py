@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import time
 from pathlib import Path
@@ -11,16 +10,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from moequant.benchmarks import one_serving, serving
+from moequant.benchmarks import one_serving, serving, serving_process
 from moequant.benchmarks.device_profile import DeviceProfile
 from moequant.benchmarks.random_models import MODELS, RandomModel
-from moequant.benchmarks.serving import (
-    RandomSource,
-    ServingMeasure,
-    bench_serving,
-    failures,
-    run_step,
-)
+from moequant.benchmarks.serving import RandomSource, ServingMeasure, bench_serving, failures
 from moequant.benchmarks.serving_engines import Setup
 from moequant.benchmarks.serving_plot import plot_serving
 from moequant.conversion import convert
@@ -111,7 +104,7 @@ def vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("FAKE_VLLM_SEEN", str(seen))
     machine = {"machine": {"gpu": "a GPU"}, "read_tb_per_s": 4.0}
-    monkeypatch.setattr(serving, "_run_or_raise", lambda *_: machine)
+    monkeypatch.setattr(serving, "run_or_raise", lambda *_, **__: machine)
     return lambda: [json.loads(line) for line in seen.read_text().splitlines()]
 
 
@@ -208,63 +201,6 @@ def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, k
     assert failures(document) == [f"vllm+moequant with {kind}"]
 
 
-_AT = "(Worker_TP0 pid=7) ERROR 11-26 14:20:11 [multiproc_executor.py:870] "
-_TRACEBACK = f"{_AT}WorkerProc failed.\n{_AT}Traceback (most recent call last):\n{_AT}  File\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "error", "reason"),
-    [
-        ("", "it ended", "it ended"),
-        ("ERROR 11-26 14:20:11 [registry.py:1] ImportError: x", "it ended", "it ended"),
-        (
-            f"{_TRACEBACK}{_AT}AssertionError\n{_AT}\n{_AT}During handling\n{_AT}OSError: y",
-            "it ended",
-            "it ended; a process raised AssertionError",
-        ),
-        (
-            f"{_TRACEBACK}{_AT}RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
-            "it ended",
-            "it ended; a process raised RuntimeError: [enforce fail at x.cpp:3] ValueError: x",
-        ),
-        (f"{_TRACEBACK}{_AT}a.b.Gone: no memory", "Worker: 'no memory'", "Worker: 'no memory'"),
-    ],
-)
-def test_what_a_worker_raised_is_part_of_the_reason(log, error, reason):
-    assert serving._reason(error, log) == reason
-
-
-def test_a_process_that_is_given_up_ends_with_those_it_started(models, tmp_path, monkeypatch):
-    package = tmp_path / "site" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "import subprocess, sys, time\n__version__ = ''\nSamplingParams = None\n"
-        "def LLM(**options):\n"
-        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "    print('child', child.pid, flush=True)\n    time.sleep(60)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    setup = {
-        "checkpoint": "", "device": "cuda", "activations": "format", "batches": [1],
-        "max_tokens": 1, "prefill_tokens": 8, "prefill_prompts": 8, "attention_backend": None,
-        "tensor_parallel": 1, "expert_parallel": False,
-    }  # fmt: skip
-    request = {"engine": "vllm", "setup": setup}
-    found, log = run_step("engine", request, tmp_path, what="vllm", timeout_s=10)
-    assert found == {"error": "vllm did not end within 10 s; allow more by --timeout"}
-    child = re.search(r"child (\d+)", log)[1]
-    # Ended, or waiting for whoever inherits it to take note.
-    state = Path("/proc", child, "stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
-
-
-def test_a_machine_that_is_not_measured_in_time_is_said_to_have_printed_nothing(models):
-    measure = ServingMeasure(engines=("moequant",), device="cpu", timeout_s=0.01)
-    said = "^measuring this machine did not end within 0.01 s; allow more .*; it printed nothing$"
-    with pytest.raises(MoequantError, match=said):
-        bench_serving([models[1]], None, measure)
-
-
 def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
     asked = []
 
@@ -288,7 +224,8 @@ def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
             "prefill_s": 0.1,
         }, ""  # fmt: skip
 
-    monkeypatch.setattr(serving, "run_step", fake)
+    for module in (serving, serving_process):
+        monkeypatch.setattr(module, "run_step", fake)
     source = RandomSource(
         shape="qwen3-30b", layers=2, vocabulary=128, formats=("mxfp4", "bf16", "fp8_block")
     )
