@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moequant.errors import CheckpointError
 from moequant.models import find_architecture, language_section
+from moequant.models.cached_numbers import numbers_of_heads, numbers_of_latent, tokens_kept
 from moequant.storage.checkpoint import Checkpoint
 from moequant.weights.converted import described_architectures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from moequant.models import Architecture, MoeConfig
 
@@ -101,11 +101,18 @@ class StepFloor:
         return StepBytes(
             experts=weights.experts * chosen,
             others=others,
-            kv_cache=batch * sum(
-                _token_bytes(self._config, self._path) * seen
-                for seen in _tokens_seen(self._config, self._path, moe.layers, context)
-            ),
-        )  # fmt: skip
+            kv_cache=batch * self._kv_cache_bytes(context),
+        )
+
+    def _kv_cache_bytes(self, context: float) -> float:
+        """Bytes of the keys and values of one sequence."""
+        try:
+            kept = tokens_kept(self._config, self._moe.layers)
+            is_latent = self._config.get("kv_lora_rank") is not None
+            numbers = (numbers_of_latent if is_latent else numbers_of_heads)(self._config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path}: {error}") from error
+        return _KV_BYTES * numbers * sum(min(tokens, context) for tokens in kept)
 
 
 def _weigh(
@@ -137,47 +144,3 @@ def _weigh(
         embedding_rows=rows,
         has_head=has_head,
     )
-
-
-def _token_bytes(config: Mapping[str, Any], path: Path) -> int:
-    """Bytes of the keys and values of a token in one layer."""
-    latent = config.get("kv_lora_rank")
-    if latent is not None:
-        sizes = {"kv_lora_rank": latent, "qk_rope_head_dim": config.get("qk_rope_head_dim")}
-        # Some have no part with positions.
-        given = {name: size for name, size in sizes.items() if size not in (None, 0)}
-        return sum(_positive(path, **given)) * _KV_BYTES
-    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
-    if head_dim is None:
-        hidden, heads = _positive(
-            path, hidden_size=config.get("hidden_size"), num_attention_heads=heads
-        )
-        head_dim = hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * prod(_positive(path, num_key_value_heads=kv_heads, head_dim=head_dim)) * _KV_BYTES
-
-
-def _positive(path: Path, **fields: object) -> list[int]:
-    """The values of fields of config.json, which must be positive integers."""
-    found = []
-    for name, value in fields.items():
-        if type(value) is not int or value < 1:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {name} is {value!r}, but must be a positive integer to "
-                "know the size of the KV cache; fetch the checkpoint again"
-            )
-        found.append(value)
-    return found
-
-
-def _tokens_seen(config: Mapping[str, Any], path: Path, layers: int, context: float) -> list[float]:
-    """How many tokens' keys and values a step reads in each layer."""
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list):
-        return [context] * layers
-    fields = {key: config.get(key) for key in ("sliding_window", "attention_chunk_size")}
-    windows = _positive(path, **{key: value for key, value in fields.items() if value})
-    window = min([context, *windows[:1]])
-    seen = {"sliding_attention": window, "chunked_attention": window}
-    without = ("linear_attention", "conv", "mamba", "moe", "mlp")
-    return [0.0 if kind in without else seen.get(kind, context) for kind in kinds[:layers]]

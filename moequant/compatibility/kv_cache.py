@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility.tables import read_table
+from moequant.errors import CheckpointError
 from moequant.models import dtype_in, language_section
+from moequant.models.cached_numbers import numbers_of_heads, numbers_of_latent, tokens_kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_KEY_AND_VALUE = 2
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -45,51 +47,55 @@ def kv_cache(config: Mapping[str, Any], layers: int, tp: int) -> KvCache | None:
         tp: number of ranks.
 
     Returns:
-        None if attention.toml does not know the model, or config.json lacks a number.
+        None if attention.toml does not know the model, or a number of config.json is missing or is
+        no positive integer.
     """
     section = language_section(config)
     kind = _kinds().get(str(section.get("model_type", config.get("model_type"))))
     number_bytes = _DTYPE_BYTES.get(dtype_in(config) or "bfloat16")
     if kind is None or number_bytes is None:
         return None
-    if kind == "latent":
-        width = _number(section, "kv_lora_rank"), _number(section, "qk_rope_head_dim")
-        if None in width or "index_head_dim" in section:
-            return None
-        return KvCache(token_bytes=layers * sum(filter(None, width)) * number_bytes)
-    return _of_heads(section, layers, tp, number_bytes)
+    try:
+        if kind == "latent":
+            return _of_latent(section, layers, number_bytes)
+        return _of_heads(section, layers, tp, number_bytes)
+    except CheckpointError:
+        return None
+
+
+def _of_latent(section: Mapping[str, Any], layers: int, number_bytes: int) -> KvCache | None:
+    # A size that is left out has a default, and an index keeps keys of its own.
+    sizes = section.get("kv_lora_rank"), section.get("qk_rope_head_dim")
+    if not all(sizes) or "index_head_dim" in section:
+        return None
+    return KvCache(token_bytes=layers * numbers_of_latent(section) * number_bytes)
 
 
 def _of_heads(
     section: Mapping[str, Any], layers: int, tp: int, number_bytes: int
 ) -> KvCache | None:
-    heads, hidden = _number(section, "num_attention_heads"), _number(section, "hidden_size")
-    kv_heads = _number(section, "num_key_value_heads") or heads
-    size = _number(section, "head_dim") or (hidden // heads if heads and hidden else None)
-    if kv_heads is None or size is None:
+    if not _are_layers_known(section, layers):
         return None
-    layer_bytes = -(-kv_heads // min(tp, kv_heads)) * _KEY_AND_VALUE * size * number_bytes
-    window = _number(section, "sliding_window")
-    kinds = section.get("layer_types")
-    if kinds is None:
-        # Without a list, a window is that of all layers or of none; which, models say differently.
-        is_off = section.get("use_sliding_window") is False
-        return KvCache(token_bytes=layers * layer_bytes) if window is None or is_off else None
-    if not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {_FULL, _SLIDING}:
-        return None
-    sliding = kinds.count(_SLIDING)
-    if sliding and window is None:
-        return None
+    layer_bytes = numbers_of_heads(section, tp) * number_bytes
+    kept = tokens_kept(section, layers)
+    with_all = kept.count(inf)
     return KvCache(
-        token_bytes=(layers - sliding) * layer_bytes,
-        window_token_bytes=sliding * layer_bytes,
-        window=(window or 0) if sliding else 0,
+        token_bytes=with_all * layer_bytes,
+        window_token_bytes=(layers - with_all) * layer_bytes,
+        window=0 if with_all == layers else int(min(kept)),
     )
 
 
-def _number(section: Mapping[str, Any], key: str) -> int | None:
-    value = section.get(key)
-    return value if type(value) is int and value > 0 else None
+def _are_layers_known(section: Mapping[str, Any], layers: int) -> bool:
+    """Whether config.json says of every layer that it attends to all tokens, or to which."""
+    kinds, window = section.get("layer_types"), section.get("sliding_window")
+    if kinds is None:
+        # Without a list, a window is that of all layers or of none; which, models say differently.
+        return not window or section.get("use_sliding_window") is False
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return False
+    known = (_FULL, _SLIDING) if window else (_FULL,)
+    return all(kind in known for kind in kinds)
 
 
 @cache

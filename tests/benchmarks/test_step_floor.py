@@ -98,5 +98,6 @@ def test_multi_token_prediction_is_not_read(make_checkpoint):
 )
 def test_a_config_without_heads_is_refused(make_checkpoint, tmp_path, change, says):
     path = edited(make_checkpoint(), tmp_path / "bad", text_config=None, **change)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=says) as raised:
         StepFloor(path).step(1, 10)
+    assert str(raised.value).startswith(f"{path}: config.json: ")

@@ -28,6 +28,7 @@ DEEPSEEK = {
         (DEEPSEEK, 61, 1, 70_272),  # 61 x (512 + 64) x 2
         (DEEPSEEK, 61, 8, 70_272),
         ({"model_type": "x", "text_config": QWEN}, 48, 1, 98_304),
+        (QWEN | {"sliding_window": 4096, "use_sliding_window": False}, 48, 1, 98_304),
     ],
 )
 def test_bytes_of_a_token_are_those_computed_by_hand(config, layers, tp, expected):
@@ -50,12 +51,17 @@ def test_layers_with_a_window_keep_only_its_tokens():
         {},
         QWEN | {"model_type": "qwen3_next"},
         QWEN | {"num_attention_heads": "32", "num_key_value_heads": None},
+        QWEN | {"num_key_value_heads": -1},
+        QWEN | {"head_dim": "128"},
         QWEN | {"sliding_window": 4096},
         QWEN | {"layer_types": ["full_attention"]},
         QWEN | {"layer_types": ["linear_attention"] * 48},
+        QWEN | {"layer_types": [{}] * 48},
         QWEN | {"layer_types": ["sliding_attention"] * 48},
         QWEN | {"torch_dtype": "float8_e4m3fn"},
         DEEPSEEK | {"kv_lora_rank": -1},
+        DEEPSEEK | {"qk_rope_head_dim": None},
+        DEEPSEEK | {"qk_rope_head_dim": 0},
         DEEPSEEK | {"index_head_dim": 128},
     ],
 )
