@@ -149,8 +149,8 @@ def command(
     from moequant.integrations.decoding import why_not_static
     from moequant.integrations.generation import Prompts, generate
     from moequant.integrations.generation_settings import FILE, unused_settings
-    from moequant.integrations.library import import_transformers
     from moequant.integrations.transformers import load_model
+    from moequant.integrations.transformers_library import import_transformers
 
     out = Output(as_json=as_json, quiet=quiet)
     import_transformers()

@@ -151,7 +151,7 @@ class Transformers(Engine):
     """transformers' own model and `generate`."""
 
     def __init__(self, setup: Setup) -> None:
-        from moequant.integrations.library import import_transformers
+        from moequant.integrations.transformers_library import import_transformers
 
         if setup.tensor_parallel > 1:
             raise UnsupportedError("it is timed on one device only; leave out --tensor-parallel")

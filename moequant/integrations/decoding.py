@@ -36,7 +36,7 @@ from moequant.arguments import check_count
 from moequant.compatibility.kv_cache import kv_cache
 from moequant.device import free_bytes
 from moequant.errors import MoequantError, UnsupportedError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.transformers_library import import_transformers
 from moequant.runtime import FusedExperts
 from moequant.units import size
 

@@ -22,8 +22,8 @@ from moequant.integrations.decoding import (
     why_not_static,
 )
 from moequant.integrations.generation_settings import only_settings, settings_of
-from moequant.integrations.library import import_transformers
 from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
+from moequant.integrations.transformers_library import import_transformers
 from moequant.runtime.load import open_reader
 from moequant.storage.files import CONFIG_FILE
 

@@ -9,7 +9,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.transformers_library import import_transformers
 from moequant.storage.documents import parse_object
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ import torch
 from torch import nn
 
 from moequant.errors import UnsupportedError
-from moequant.integrations.library import building, import_transformers
+from moequant.integrations.expert_modules import decoder_module, expert_blocks
 from moequant.integrations.module_weights import ModuleWeights, check_complete, size_bytes
 from moequant.integrations.stored_tensors import stored_projections, stored_tensors
-from moequant.integrations.transformers import (
+from moequant.integrations.transformers_library import (
+    building,
     check_runs,
-    decoder_module,
-    expert_blocks,
+    import_transformers,
     model_class,
     read_config,
 )

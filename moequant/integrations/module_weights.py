@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from moequant.errors import CheckpointError
-from moequant.integrations.library import import_transformers
-from moequant.integrations.transformers import no_progress_bar
+from moequant.integrations.transformers_library import import_transformers, no_progress_bar
 from moequant.storage.checkpoint import natural_key
 from moequant.storage.disk import libc_function
 

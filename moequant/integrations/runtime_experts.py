@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moequant.integrations.transformers import (
+from moequant.integrations.expert_modules import (
     check_expert_blocks,
     converted_layers,
     expert_blocks,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from moequant.integrations.transformers import ExpertsOfModel
+    from moequant.integrations.expert_modules import ExpertsOfModel
     from moequant.runtime.activations import ActivationsChoice
 
 

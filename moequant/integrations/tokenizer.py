@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moequant.errors import CheckpointError, UnsupportedError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.transformers_library import import_transformers
 from moequant.models import language_section
 
 if TYPE_CHECKING:

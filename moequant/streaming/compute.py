@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moequant.errors import UnsupportedError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.transformers_library import import_transformers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes to compute in, by name."""

@@ -10,7 +10,8 @@ import torch
 from moequant.conversion import convert
 from moequant.errors import UnsupportedError
 from moequant.formats import dequantize
-from moequant.integrations.transformers import expert_blocks, load_model, replace_experts
+from moequant.integrations.expert_modules import expert_blocks
+from moequant.integrations.transformers import load_model, replace_experts
 from moequant.preparation import prepare
 from moequant.runtime import load_experts
 from moequant.weights.converted import ConvertedCheckpoint

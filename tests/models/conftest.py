@@ -13,7 +13,7 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moequant.integrations.transformers import CANNOT_RUN
+from moequant.integrations.transformers_library import CANNOT_RUN
 from moequant.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

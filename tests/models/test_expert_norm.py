@@ -7,7 +7,7 @@ import torch
 
 from moequant.act_fn import SILU
 from moequant.conversion import Recipe, convert, plan_checkpoint
-from moequant.integrations.transformers import expert_blocks
+from moequant.integrations.expert_modules import expert_blocks
 from moequant.models import architectures
 from moequant.statistics import intermediate_mean_square
 from moequant.verification import verify

@@ -21,7 +21,8 @@ from moequant.evaluation.models import EvaluatedModel
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import dequantize
 from moequant.integrations.generation import Prompts
-from moequant.integrations.transformers import CANNOT_RUN, load_model, replace_experts
+from moequant.integrations.transformers import load_model, replace_experts
+from moequant.integrations.transformers_library import CANNOT_RUN
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
 from moequant.storage.checkpoint import Checkpoint
 from moequant.verification import verify

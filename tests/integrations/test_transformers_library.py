@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from moequant.errors import UnsupportedError
-from moequant.integrations.library import import_transformers
+from moequant.integrations.transformers_library import import_transformers
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.2.0", "5.16.9"])
