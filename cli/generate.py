@@ -146,9 +146,9 @@ def command(
     options.check_one_given({"--prompt": prompt, "--prompt-ids": prompt_ids})
     if enforce_eager and torch_compile:
         raise click.UsageError("--compile and --enforce-eager exclude each other")
-    from moequant.integrations.decoding import why_not_static
     from moequant.integrations.generation import Prompts, generate
     from moequant.integrations.generation_settings import FILE, unused_settings
+    from moequant.integrations.static_cache import why_not_static
     from moequant.integrations.transformers import load_model
     from moequant.integrations.transformers_library import import_transformers
 

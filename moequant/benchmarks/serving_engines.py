@@ -215,7 +215,8 @@ class OurModel(Transformers):
 
     def prepare(self, max_tokens: int) -> None:
         """See `Engine`."""
-        from moequant.integrations.decoding import cache_argument, decoder_of, static_cache
+        from moequant.integrations.decoding import decoder_of
+        from moequant.integrations.static_cache import cache_argument, static_cache
 
         self._cache, self._arguments = None, {}
         if decoder_of(self.model) is not None:

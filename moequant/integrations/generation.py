@@ -13,15 +13,9 @@ import torch
 from moequant.arguments import check_count
 from moequant.compatibility.facts import positions_in
 from moequant.errors import NumericsError, UnsupportedError
-from moequant.integrations.decoding import (
-    cache_argument,
-    check_capturable,
-    decoder_of,
-    decoding_of,
-    static_cache,
-    why_not_static,
-)
+from moequant.integrations.decoding import check_capturable, decoder_of, decoding_of
 from moequant.integrations.generation_settings import only_settings, settings_of
+from moequant.integrations.static_cache import cache_argument, static_cache, why_not_static
 from moequant.integrations.tokenizer import load_tokenizer, vocabulary_size
 from moequant.integrations.transformers_library import import_transformers
 from moequant.runtime.load import open_reader

@@ -5,7 +5,9 @@
     expert_modules.py        the experts of a model: where they are, and ours in their place
     other_weights.py         what a converted checkpoint holds besides experts
     transformers_library.py  the installed transformers, and what it makes of config.json
-    decoding.py              how such a model decodes
+    static_cache.py          the cache that `generate` of such a model uses
+    decoding.py              its decoding steps in CUDA graphs
+    graph_inputs.py          what such a graph depends on
 
 Decisions, each with the failure it prevents:
 
@@ -23,7 +25,7 @@ from torch import nn
 
 from moequant.device import usable_device
 from moequant.errors import CheckpointError
-from moequant.integrations.decoding import use_static_cache, why_not_static
+from moequant.integrations.decoding import use_static_cache
 from moequant.integrations.expert_modules import (
     check_dtype,
     check_expert_blocks,
@@ -35,6 +37,7 @@ from moequant.integrations.expert_modules import (
 from moequant.integrations.expert_replacement import replace_experts
 from moequant.integrations.generation_settings import read_generation_config
 from moequant.integrations.other_weights import experts_prefix, other_tensors
+from moequant.integrations.static_cache import why_not_static
 from moequant.integrations.transformers_library import (
     building,
     import_transformers,

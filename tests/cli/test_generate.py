@@ -95,10 +95,10 @@ def test_transformers_own_decoding_gives_the_same(run, converted):
 
 
 def test_a_model_without_a_static_cache_says_why(run, converted, monkeypatch):
-    from moequant.integrations import decoding, transformers
+    from moequant.integrations import static_cache, transformers
 
-    monkeypatch.setattr(decoding, "why_not_static", lambda model: "its layers have none")
-    monkeypatch.setattr(transformers, "why_not_static", decoding.why_not_static)
+    monkeypatch.setattr(static_cache, "why_not_static", lambda model: "its layers have none")
+    monkeypatch.setattr(transformers, "why_not_static", static_cache.why_not_static)
     result = run("generate", converted, "--prompt-ids", "5", "--max-new-tokens", 2)
     assert result.stdout.splitlines()[-1] == "decoded as transformers does: its layers have none"
 

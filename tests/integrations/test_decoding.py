@@ -6,17 +6,11 @@ import weakref
 import pytest
 import torch
 
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import UnsupportedError
 from moequant.integrations import decoding
-from moequant.integrations.decoding import (
-    cache_argument,
-    decoder_of,
-    decoding_of,
-    static_cache,
-    use_static_cache,
-    why_not_static,
-)
+from moequant.integrations.decoding import decoder_of, decoding_of, use_static_cache
 from moequant.integrations.generation import generate
+from moequant.integrations.static_cache import cache_argument, static_cache, why_not_static
 from moequant.integrations.transformers import load_model
 
 MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen2_moe", "olmoe", "deepseek_v2")
@@ -263,23 +257,6 @@ def test_a_cache_that_is_too_small_is_refused(converted, prompt, graphs):
             eos_token_id=None,
             **GREEDY,
         )
-    with pytest.raises(UnsupportedError, match="max_tokens is 0"):
-        static_cache(model, 0)
-
-
-def test_a_cache_that_no_memory_holds_is_refused_before_it_is_allocated(converted, prompt):
-    model = load(converted("mixtral", "mxfp4"))
-    message = r"static cache of 10{12} tokens takes [0-9.]+ TB, but cpu has .* free; ask for fewer"
-    with pytest.raises(MoequantError, match=message):
-        static_cache(model, 10**12)
-    with pytest.raises(MoequantError, match=r"static cache of .* free; ask for fewer"):
-        generate(model, prompt[0].tolist(), max_new_tokens=10**30)
-
-
-def test_where_free_memory_is_not_known_a_cache_is_not_refused(converted, monkeypatch):
-    model = load(converted("mixtral", "mxfp4"))
-    monkeypatch.setattr(decoding, "free_bytes", lambda device: None)
-    static_cache(model, 10**12)
 
 
 def test_a_cache_that_counts_on_the_host_is_refused(converted, prompt, graphs):

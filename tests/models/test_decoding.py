@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moequant.errors import UnsupportedError
 from moequant.integrations import decoding
+from moequant.integrations.static_cache import why_not_static
 
 PROMPTS = torch.tensor([[0, 0, 0, 0, 3, 14, 15, 9, 26, 53], [58, 9, 7, 9, 11, 12, 44, 41, 8, 7]])
 MASK = (torch.arange(10) >= torch.tensor([[4], [0]])).long()
@@ -91,7 +92,7 @@ def test_every_architecture_decodes_what_transformers_does(saved, model, monkeyp
     wanted = model.generate(PROMPTS, **GREEDY)
     assert wanted.shape == (2, PROMPTS.shape[1] + NEW)
     if name in NOT_STATIC:
-        assert NOT_STATIC[name] in decoding.why_not_static(model)
+        assert NOT_STATIC[name] in why_not_static(model)
         with pytest.raises(UnsupportedError, match="enforce_eager"):
             decoding.use_static_cache(model)
         return
