@@ -14,7 +14,7 @@ from moequant.errors import DoesNotFitError, UnsupportedError, unknown_name
 from moequant.formats import STATIC_SCHEMES, get_format, stack
 from moequant.runtime.activations import NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, TARGETS
-from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.layer_reader import computed_act_fn
 from moequant.runtime.packing import ACTIVATIONS, scheme_of
 from moequant.runtime.prepared import expected
 from moequant.runtime.prepared_manifest import (
@@ -227,7 +227,7 @@ class _Experts:
     ) -> None:
         self._converted, self._layer, self._layout = converted, layer, layout
         self.count = converted.moe.experts
-        self._act_fn = act_fn_of(converted, layer)
+        self._act_fn = computed_act_fn(converted, layer)
         self._biases = converted.read_biases(layer) or {}
         self._scales = converted.read_input_scales(layer, range(self.count)) if static else {}
 

@@ -14,7 +14,7 @@ from moequant.formats import get_format
 from moequant.preparation.layers import check_target, layouts_of_layer, write_layer
 from moequant.progress import SilentProgress
 from moequant.quantizers.worker_pool import worker_pool
-from moequant.runtime.layer_reader import act_fn_of
+from moequant.runtime.layer_reader import computed_act_fn
 from moequant.runtime.packing import check_activations
 from moequant.runtime.prepared_manifest import (
     Manifest,
@@ -132,7 +132,7 @@ def _expert_layouts(
     for layer in converted.expert_layers():
         format = converted.format_of_experts(layer)
         if format is not None:
-            act_fn_of(converted, layer)  # refuses a function that is not computed
+            computed_act_fn(converted, layer)  # refuses a function that is not computed
             layouts[layer] = layouts_of_layer(converted, layer, target, activations)
     if not layouts:
         raise converted.no_converted_experts("there is nothing to prepare")

@@ -116,7 +116,7 @@ def deep_gemm_moe_fp8(
         CheckpointError: weights or scales of another shape or dtype.
     """
     check_weights({"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
-    workload = workload_of(
+    workload = workload_of_tensors(
         {"w13": w13, "w2": w2}, act_fn, format="fp8_block", activations="fp8_group128"
     )
     backend = REGISTRY["deepgemm"]
@@ -162,7 +162,7 @@ def check_weights(
             )
 
 
-def workload_of(
+def workload_of_tensors(
     weights: Mapping[str, Tensor], act_fn: ActFn, *, format: str, activations: str, packed: int = 1
 ) -> Workload:
     """What is asked for, from the weights of both GEMMs.
@@ -212,7 +212,7 @@ def stacked_tensors(weights: Mapping[str, Tensor], workload: Workload) -> dict[s
     Args:
         weights: by argument, in this order: codes and scales of the first GEMM, then those of the
             second.
-        workload: as `workload_of` made it of the codes.
+        workload: as `workload_of_tensors` made it of the codes.
 
     Raises:
         CheckpointError: one has another dtype or shape; the message names the argument.

@@ -180,7 +180,7 @@ class LayerReader:
             hidden=moe.hidden,
             intermediate=moe.intermediate,
             device=self.device,
-            act_fn=act_fn_of(self.converted, layer),
+            act_fn=computed_act_fn(self.converted, layer),
             bias=bias,
         )
 
@@ -316,7 +316,7 @@ class LayerReader:
             UnsupportedError: the layer was not converted, its weights are in several formats, or
                 the function between its GEMMs is not one we compute.
         """
-        act_fn = act_fn_of(self.converted, layer)
+        act_fn = computed_act_fn(self.converted, layer)
         # Tensors of that mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
             weights = self._read_experts(layer, experts, act_fn)
@@ -421,7 +421,7 @@ class LayerReader:
         return torch.empty(where.info.shape, dtype=dtype, device=device)
 
 
-def act_fn_of(converted: ConvertedCheckpoint, layer: int) -> ActFn:
+def computed_act_fn(converted: ConvertedCheckpoint, layer: int) -> ActFn:
     """The function between the GEMMs of a layer's experts.
 
     Raises:

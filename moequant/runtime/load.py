@@ -11,7 +11,7 @@ from moequant.arguments import whole_number
 from moequant.device import usable_device
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.runtime.experts import FusedExperts
-from moequant.runtime.layer_reader import LayerReader, act_fn_of
+from moequant.runtime.layer_reader import LayerReader, computed_act_fn
 from moequant.runtime.prepared import PreparedCheckpoint
 from moequant.storage.folder import is_prepared_folder
 from moequant.storage.given_path import given_path
@@ -175,7 +175,7 @@ def _check(converted: ConvertedCheckpoint, layers: Sequence[int]) -> None:
                 f"{converted.checkpoint.path}: layer {layer} holds no experts; layers that do: "
                 f"{', '.join(map(str, converted.expert_layers()))}"
             )
-        act_fn_of(converted, layer)
+        computed_act_fn(converted, layer)
 
 
 def _expert_map(

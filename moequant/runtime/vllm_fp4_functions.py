@@ -22,7 +22,7 @@ from moequant.kernels.cutlass.sm100_fp4_variant import NVFP4 as NVFP4_KERNEL
 from moequant.runtime.activations import MXFP4, NVFP4, NVFP4_STATIC
 from moequant.runtime.backends import REGISTRY, Workload
 from moequant.runtime.call import run_experts
-from moequant.runtime.functional import check_packed, check_weights, workload_of
+from moequant.runtime.functional import check_packed, check_weights, workload_of_tensors
 from moequant.runtime.inputs import ArgumentNames
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _workload(
     """What is asked for, if the backend runs it."""
     check_weights({_ARGUMENTS[name]: tensor for name, tensor in tensors.items()})
     weights = {_ARGUMENTS[name]: tensors[name] for name in ("w13_qdata", "w2_qdata")}
-    workload = workload_of(weights, act_fn, format=format, activations=scheme, packed=2)
+    workload = workload_of_tensors(weights, act_fn, format=format, activations=scheme, packed=2)
     reason = _BACKEND.supports(workload)
     if reason is not None:
         raise UnsupportedError(

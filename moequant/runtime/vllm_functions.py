@@ -28,7 +28,7 @@ from moequant.runtime.functional import (
     check_packed,
     check_weights,
     stacked_tensors,
-    workload_of,
+    workload_of_tensors,
 )
 from moequant.runtime.inputs import HIDDEN_DTYPES, ArgumentNames, check_expert_map
 from moequant.runtime.no_gradient import refuse_gradient
@@ -131,7 +131,9 @@ def run_cutlass_moe_fp8(
         {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
         {"a1q_scale": a1q_scale, "a2_scale": a2_scale},
     )
-    workload = workload_of({"w1": w1, "w2": w2}, activation, format=format, activations=scheme)
+    workload = workload_of_tensors(
+        {"w1": w1, "w2": w2}, activation, format=format, activations=scheme
+    )
     tensors = _fp8_tensors(workload, w1, w2, w1_scale, w2_scale)
     if scheme == "fp8_static":
         assert a1q_scale is not None
@@ -244,7 +246,9 @@ def cutlass_moe_w4a8_fp8(
             raise UnsupportedError("w1_q in rows needs w1_scale and w2_scale")
         codes = {"w1_q": w1_q, "w2_q": w2_q}
         _check_bytes(codes)
-        workload = workload_of(codes, activation, format="w4a8", activations="fp8_token", packed=2)
+        workload = workload_of_tensors(
+            codes, activation, format="w4a8", activations="fp8_token", packed=2
+        )
         weights = {"w1_q": w1_q, "w1_scale": w1_scale, "w2_q": w2_q, "w2_scale": w2_scale}
         tensors = stacked_tensors(weights, workload)
         chosen = select(workload, backend, layout=STACKED)

@@ -62,7 +62,7 @@ INTERLEAVED = "swigluoai"
 """The function for which vLLM's kernels read rows of gate and up in turns."""
 
 
-def act_fn_of(name: str, numbers: Numbers) -> ActFn:
+def act_fn_named(name: str, numbers: Numbers) -> ActFn:
     """The function that vLLM calls `name`, the value of a `MoEActivation`.
 
     Args:

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
-from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_of
+from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_named
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
 from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
 from moequant.integrations.vllm.refusals import (
@@ -80,7 +80,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.prepared: PreparedExperts | None = None
         self.experts: FusedExperts | None = None
         self._called = False
-        self.act_fn = act_fn_of(moe.activation.value, activation_numbers(moe))
+        self.act_fn = act_fn_named(moe.activation.value, activation_numbers(moe))
         check_biases(
             name,
             has_bias=moe.has_bias,

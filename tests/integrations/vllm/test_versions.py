@@ -9,7 +9,7 @@ import pytest
 from moequant.act_fn import SWIGLUOAI, ActFn
 from moequant.dialects import REGISTRY
 from moequant.errors import UnsupportedError
-from moequant.integrations.vllm.activation import act_fn_of
+from moequant.integrations.vllm.activation import act_fn_named
 
 LAYER = "model.layers.0.mlp.experts"
 _OLDER = "0.22.1"
@@ -84,9 +84,9 @@ def test_situ_has_the_models_numbers(engine):
     ],
 )
 def test_numbers_of_functions_are_as_vllm_takes_them(name, numbers, wanted):
-    assert act_fn_of(name, numbers) == wanted
+    assert act_fn_named(name, numbers) == wanted
 
 
 def test_situ_without_a_bound_is_refused():
     with pytest.raises(UnsupportedError, match="'situ' without activation_situ_beta"):
-        act_fn_of("situ", {"activation_situ_beta": None})
+        act_fn_named("situ", {"activation_situ_beta": None})
