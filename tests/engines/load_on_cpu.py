@@ -4,7 +4,8 @@
 
 With TARGET, experts come from the folder that `moequant prepare --target TARGET` wrote. vLLM's own
 config, model class, loader and layers; no kernel of vLLM's runs. Prints how many layers have the
-codes, scales and biases that `load_experts` reads, and fails if one differs.
+codes, scales and biases that `load_experts` reads, and fails if one differs, or if vLLM may load
+the weights a second time.
 """
 
 from __future__ import annotations
@@ -63,6 +64,29 @@ def main(checkpoint, target=None):
                 assert torch.equal(tensor.float(), wanted[part].float()), (name, part)
             equal += 1
     print(f"{equal} layers are equal")
+    with set_current_vllm_config(config):
+        check_second_loading(model, config)
+
+
+def check_second_loading(model, config):
+    """Load all weights again, as `reload_weights` of vLLM's model runner does."""
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    from moequant.errors import UnsupportedError
+
+    weights = get_model_loader(config.load_config).get_all_weights(config.model_config, model)
+    initialize_layerwise_reload(model)
+    try:
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config.model_config)
+    except UnsupportedError as error:
+        print(f"a second loading is refused: {error}")
+        return
+    raise AssertionError("experts are as before, though all weights were loaded a second time")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ def load(make_checkpoint, tmp_path):
         said = run("load_on_cpu.py", path, *target)
         layers = 1 if model == "deepseek_v3" else 2
         assert f"{layers} layers are equal" in said
+        assert "a second loading is refused: " in said
+        assert "weights are loaded again" in said
         return said
 
     return load

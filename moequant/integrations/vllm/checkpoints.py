@@ -31,7 +31,7 @@ from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.method import MoequantMoEMethod
 from moequant.integrations.vllm.name import NAME
 from moequant.integrations.vllm.options import read_options
-from moequant.integrations.vllm.refusals import check_served
+from moequant.integrations.vllm.refusals import check_served, check_settings
 from moequant.integrations.vllm.scheme import expert_scheme
 from moequant.integrations.vllm.versions import name_matching, projections
 from moequant.runtime.activations import MXFP8
@@ -45,6 +45,8 @@ logger = init_logger("vllm.moequant")
 
 _GPT_OSS = "gpt_oss"
 _WITH_OWN_CONFIG = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
+_WITH_OWN_NVFP4 = ("muse_spark", "muse_spark_text", "flint")
+"""Models whose experts in NVFP4 vLLM 0.33.0 runs without asking the config for a method."""
 
 
 class _OwnExperts:
@@ -80,10 +82,13 @@ class _OwnExperts:
         """The method of vLLM's own config, unless the layer holds quantized routed experts.
 
         Raises:
-            UnsupportedError: these experts are not served.
+            UnsupportedError: these experts, or vLLM's settings, are not served.
             CheckpointError: config.json is damaged.
         """
+        vllm_config = get_current_vllm_config()
         if not isinstance(layer, RoutedExperts):
+            # Some models make experts of their own where settings say so, and ask for no method.
+            check_settings(vllm_config)
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         scheme = self._scheme(layer, prefix)
         if scheme is None:
@@ -91,7 +96,6 @@ class _OwnExperts:
                 "the checkpoint keeps routed experts of some layers unquantized: vLLM runs those"
             )
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        vllm_config = get_current_vllm_config()
         options = read_options(vllm_config.additional_config)
         check_served(prefix, layer, vllm_config, activations=options.activations)
         return MoequantMoEMethod(
@@ -109,6 +113,17 @@ class _OwnExperts:
 
 class Fp8WithOwnExperts(_OwnExperts, Fp8Config):  # type: ignore[misc]
     """FP8 blocks as DeepSeek-V3 and Qwen3 were released, and MXFP4 beside them."""
+
+    @property
+    def store_dtype(self) -> None:
+        """None, whatever is set: by "mxfp4", Ling's code in vLLM renames the experts' scales.
+
+        It renames them to what vLLM's own method for MXFP4 calls them.
+        """
+
+    @store_dtype.setter
+    def store_dtype(self, value: str | None) -> None:
+        pass
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
         if is_layer_skipped(
@@ -147,6 +162,16 @@ class CompressedTensorsWithOwnExperts(_OwnExperts, CompressedTensorsConfig):  # 
 
 class NvFp4WithOwnExperts(_OwnExperts, ModelOptNvFp4Config):  # type: ignore[misc]
     """NVFP4 as Model-Optimizer writes it."""
+
+    @classmethod
+    def check_model_type(cls, model_type: object) -> None:
+        """As _OwnExperts."""
+        super().check_model_type(model_type)
+        if model_type in _WITH_OWN_NVFP4:
+            raise UnsupportedError(
+                f"--quantization {NAME} does not serve {model_type} in NVFP4, whose experts vLLM "
+                f"runs by kernels of its own; start without --quantization {NAME}"
+            )
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:
         if self.is_layer_excluded(prefix):

@@ -11,7 +11,6 @@ nothing. Of `w2_bias` only the first rank keeps the numbers.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,6 @@ from moequant.integrations.vllm.stored import StoredExperts
 from moequant.runtime import ExpertWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from moequant.act_fn import ActFn
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 class GptOssExperts(StoredExperts):
     """See the module."""
 
-    def create(self, layer: nn.Module, weight_loader: Callable[..., object]) -> None:
+    def _create(self, layer: nn.Module) -> None:
         """As StoredExperts."""
         s, format = self.sizes, get_format(self.scheme.format)
         rows = {"w13": s.halves * s.intermediate, "w2": s.hidden}
@@ -45,8 +42,8 @@ class GptOssExperts(StoredExperts):
                 "weight_scale": (s.experts, N, K // format.block[1]),
             }
             for suffix, shape in shapes.items():
-                self._add(layer, f"{group}_{suffix}", shape, torch.uint8, weight_loader)
-            self._add(layer, f"{group}_bias", (s.experts, N), torch.bfloat16, weight_loader)
+                self._add(layer, f"{group}_{suffix}", shape, torch.uint8)
+            self._add(layer, f"{group}_bias", (s.experts, N), torch.bfloat16)
 
     def weights(self, layer: nn.Module, act_fn: ActFn, *, input_scales: bool) -> ExpertWeights:
         """As StoredExperts; there are no static scales."""
@@ -66,14 +63,8 @@ class GptOssExperts(StoredExperts):
         )
 
     def _add(
-        self,
-        layer: nn.Module,
-        parameter: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        weight_loader: Callable[..., object],
+        self, layer: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        @wraps(weight_loader)
         def load(
             param: Tensor,
             loaded_weight: Tensor,
@@ -88,8 +79,9 @@ class GptOssExperts(StoredExperts):
                     "gpt-oss the experts of a layer are one tensor; load the checkpoint from its "
                     "files"
                 )
+            take = self._loader
             tensor = as_dtype(weight_name, loaded_weight, dtype)
-            done = weight_loader(
+            done = take(
                 param, tensor, weight_name, shard_id, expert_id, return_success=return_success
             )
             self._note(parameter, None)

@@ -11,8 +11,6 @@ Decisions, each with the failure it prevents:
   modules, which expect parameters that can be loaded again, would find them.
 * A backend is chosen before anything is loaded. Otherwise a layer that nothing runs would be
   refused only after minutes.
-* Parameters are loaded once. vLLM keeps the addresses of packed weights in CUDA graphs, so weights
-  that are loaded again must be refused.
 """
 
 from __future__ import annotations
@@ -162,12 +160,12 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 or a prepared layer is damaged or stale.
             UnsupportedError: weights are loaded a second time, or tokens cannot be sent to them.
         """
-        if self.experts is not None or self.stored is None:
-            raise UnsupportedError(
-                f"{self.name}: weights are loaded again, which --quantization moequant does not "
-                "serve; start the server again"
-            )
-        if not self.dummy:
+        assert self.stored is not None, f"{self.name}: no parameters were made"
+        if self.experts is not None:
+            self.stored.refuse_loading()
+        if self.dummy:
+            self.stored.fill_scales(layer)
+        else:
             self.stored.check_loaded()
         self.experts = FusedExperts(
             self._weights(layer),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm.envs
 
 from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.formats.base import WHOLE
 from moequant.integrations.vllm.name import NAME
-from moequant.integrations.vllm.versions import pads_sequences
+from moequant.integrations.vllm.versions import loads_itself, pads_sequences
 from moequant.runtime.activations import FP8_TENSOR
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ _GATHERING = "allgather_reducescatter"
 kernel of vLLM's, and adds and scatters what the ranks return."""
 _SENDING = ("deepep_high_throughput", "deepep_low_latency")
 """With these, tokens are sent to the ranks of their experts: as rows, and in batches."""
+_PACKED_BEFORE = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+"""Formats of whole models as vLLM saved them, by parameters that packed experts do not have."""
 _WITHOUT = f"or start without --quantization {NAME}"
+_ZERO, _MTP_ALGORITHM = "zero_expert_type", "mtp_quant_algo"
+"""Fields of config.json: of LongCat-Flash, and of HY-V4 in vLLM 0.33.0."""
 _OTHER_ACTIVATIONS = (
     'or choose others, such as --additional-config \'{"moequant": {"activations": "fp8_token"}}\''
 )
@@ -41,14 +46,29 @@ def check_served(name: str, layer: Any, vllm_config: Any, *, activations: str) -
     Raises:
         UnsupportedError: they are not; says all that is in the way.
     """
-    found = [*_of_parallelism(layer), *_of_settings(layer, vllm_config)]
+    found = [*_of_parallelism(layer, vllm_config), *_of_settings(vllm_config)]
+    if loads_itself(layer):
+        found.append(f"models by --model-impl transformers in this vLLM: leave it out, {_WITHOUT}")
     if activations == FP8_TENSOR:
         found += _of_padding(layer, vllm_config)
     if found:
         raise UnsupportedError(f"{name}: --quantization {NAME} does not serve {'; '.join(found)}")
 
 
-def _of_parallelism(layer: Any) -> Iterator[str]:
+def check_settings(vllm_config: Any) -> None:
+    """Check vLLM's settings alone, by which models may choose other experts than are given to us.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Raises:
+        UnsupportedError: they are not served; says all that is in the way.
+    """
+    if found := list(_of_settings(vllm_config)):
+        raise UnsupportedError(f"--quantization {NAME} does not serve {'; '.join(found)}")
+
+
+def _of_parallelism(layer: Any, vllm_config: Any) -> Iterator[str]:
     parallel = layer.moe_config.moe_parallel_config
     if parallel.enable_eplb:
         yield f"expert load balancing: leave out --enable-eplb, {_WITHOUT}"
@@ -66,6 +86,21 @@ def _of_parallelism(layer: Any) -> Iterator[str]:
         )
     if parallel.pcp_size > 1:
         yield f"prefill context parallel {parallel.pcp_size}: leave it out, {_WITHOUT}"
+    if sends_tokens(parallel) and vllm_config.parallel_config.use_ubatching:
+        yield f"dual batch overlap: leave out --enable-dbo and --ubatch-size, {_WITHOUT}"
+    if parallel.dp_size > 1 and not sends_tokens(parallel) and _of_model(vllm_config, _ZERO):
+        yield (
+            f"data parallel {parallel.dp_size} of a model with zero experts, whose tokens vLLM "
+            "gathers before it routes them, and adds what those experts return to its own tokens: "
+            f"leave it out, or name --all2all-backend {' or '.join(_SENDING)} with "
+            f"--enable-expert-parallel, {_WITHOUT}"
+        )
+
+
+def _of_model(vllm_config: Any, field: str) -> Any:
+    """A field of the model's config.json; None without it."""
+    model = vllm_config.model_config
+    return None if model is None else getattr(model.hf_config, field, None)
 
 
 def sends_tokens(parallel: Any) -> bool:
@@ -77,24 +112,45 @@ def sends_tokens(parallel: Any) -> bool:
     return parallel.all2all_backend in _SENDING and parallel.use_all2all_kernels
 
 
-def _of_settings(layer: Any, vllm_config: Any) -> Iterator[str]:
-    moe, model, offload = layer.moe_config, vllm_config.model_config, vllm_config.offload_config
-    if moe.is_lora_enabled:
+def _of_settings(vllm_config: Any) -> Iterator[str]:
+    kernels, offload = vllm_config.kernel_config, vllm_config.offload_config
+    if vllm_config.lora_config is not None:
         yield f"LoRA: leave out --enable-lora, {_WITHOUT}"
-    if moe.moe_backend != "auto":
+    if kernels.moe_backend != "auto":
         yield (
-            f"--moe-backend {moe.moe_backend}, which names experts of vLLM: leave it out, "
+            f"--moe-backend {kernels.moe_backend}, which names experts of vLLM: leave it out, "
             f"{_WITHOUT}"
         )
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        yield (
+            "batch invariance, as the order in which kernels add depends on how many tokens a "
+            f"step has: leave out VLLM_BATCH_INVARIANT, {_WITHOUT}"
+        )
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
+    yield from _of_loading(vllm_config)
+
+
+def _of_loading(vllm_config: Any) -> Iterator[str]:
+    """Ways to load weights, and to load them again."""
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if model is not None and model.quantization_config is not None:
         yield f"quantization while loading: leave out --quantization-config, {_WITHOUT}"
     if model is not None and model.enable_sleep_mode:
         yield f"sleep mode, which does not see packed experts: leave it out, {_WITHOUT}"
-    sends = sends_tokens(moe.moe_parallel_config)
-    if sends and vllm_config.parallel_config.use_ubatching:
-        yield f"dual batch overlap: leave out --enable-dbo and --ubatch-size, {_WITHOUT}"
-    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
-        yield f"weights offloaded to the host: leave offloading out, {_WITHOUT}"
+    if vllm_config.weight_transfer_config is not None:
+        yield f"weights that are sent to the server: leave out --weight-transfer-config, {_WITHOUT}"
+    if load_format in _PACKED_BEFORE:
+        yield (
+            f"--load-format {load_format}, a model as vLLM saved it: load the checkpoint from its "
+            f"own files, {_WITHOUT}"
+        )
+    algorithm = str(_of_model(vllm_config, _MTP_ALGORITHM))
+    if vllm_config.speculative_config is not None and algorithm.upper() == "FP8":
+        yield (
+            f"speculation by layers that {_MTP_ALGORITHM} of config.json says to be in FP8, whose "
+            f"experts vLLM runs: leave out --speculative-config, {_WITHOUT}"
+        )
 
 
 def _of_padding(layer: Any, vllm_config: Any) -> Iterator[str]:

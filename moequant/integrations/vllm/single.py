@@ -13,7 +13,6 @@ them; a parameter's `quant_method` tells it how scales lie.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,12 +37,8 @@ _GATE, _DOWN = "w1", "w2"
 class SingleExperts(StoredExperts):
     """See the module."""
 
-    def create(self, layer: nn.Module, weight_loader: Callable[..., object]) -> None:
-        """As StoredExperts.
-
-        Raises:
-            UnsupportedError: sizes that the format does not have.
-        """
+    def _create(self, layer: nn.Module) -> None:
+        """As StoredExperts."""
         s = self.sizes
         whole = s.intermediate * s.tp_size
         here = {
@@ -53,7 +48,7 @@ class SingleExperts(StoredExperts):
         files = {"w13": self._specs(whole, s.hidden), "w2": self._specs(s.hidden, whole)}
         for group, specs in here.items():
             for suffix, spec in specs.items():
-                self._add(layer, group, suffix, spec, files[group][suffix], weight_loader)
+                self._add(layer, group, suffix, spec, files[group][suffix])
 
     def weights(self, layer: nn.Module, act_fn: ActFn, *, input_scales: bool) -> ExpertWeights:
         """As StoredExperts."""
@@ -80,7 +75,6 @@ class SingleExperts(StoredExperts):
         suffix: str,
         here: TensorSpec,
         file: TensorSpec,
-        weight_loader: Callable[..., object],
     ) -> None:
         """Register the parameter of one tensor of all experts."""
         E, halves = self.sizes.experts, self.sizes.halves if group == "w13" else 1
@@ -97,7 +91,7 @@ class SingleExperts(StoredExperts):
             torch.zeros(shape, dtype=here.dtype),
             None if _is_logical_shape(here) else E * halves,
             quant_method=self._quant_method(here),
-            weight_loader=self._checked(parameter, file, layer, weight_loader),
+            weight_loader=self._checked(parameter, file),
         )
 
     def _quant_method(self, spec: TensorSpec) -> str:
@@ -109,18 +103,11 @@ class SingleExperts(StoredExperts):
             return "channel"
         return "block" if rows > 1 else "group"
 
-    def _checked(
-        self,
-        parameter: str,
-        file: TensorSpec,
-        layer: nn.Module,
-        weight_loader: Callable[..., object],
-    ) -> Callable[..., object]:
+    def _checked(self, parameter: str, file: TensorSpec) -> Callable[..., object]:
         """The loader of vLLM for one parameter, which gets tensors as they must be."""
         scale = self.scheme.input_scale
         is_input_scale = scale is not None and parameter.partition("_")[2] == scale.suffix
 
-        @wraps(weight_loader)
         def load(
             param: Tensor,
             loaded_weight: Tensor,
@@ -129,15 +116,32 @@ class SingleExperts(StoredExperts):
             expert_id: int,
             return_success: bool = False,
         ) -> bool | None:
+            take = self._take_input_scale if is_input_scale else self._loader
             name = f"{weight_name} ({shard_id} of expert {expert_id})"
             tensor = as_stored(name, loaded_weight, file)
-            take = _take_input_scale(layer) if is_input_scale else weight_loader
             done = bool(take(param, tensor, weight_name, shard_id, expert_id, return_success=True))
             if done:
                 self._note(parameter, (shard_id, expert_id))
             return done if return_success else None
 
         return load
+
+    def _take_input_scale(
+        self,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool,
+    ) -> bool:
+        """In place of vLLM's loader, which keeps the last of gate's and up's: keeps both."""
+        local = self._layer_to_fill._map_global_expert_id_to_local_expert_id(expert_id)
+        if local == -1:
+            return False
+        place = param.data[local]
+        (place if shard_id == _DOWN else place[0 if shard_id == _GATE else 1]).copy_(loaded_weight)
+        return True
 
     def _projection(self, layer: nn.Module, group: str, half: int, name: str) -> QuantizedWeight:
         """One projection of all experts, decoded where its parameters are."""
@@ -208,24 +212,3 @@ def _put(place: Tensor, decoded: Tensor) -> None:
     """Make the bytes of `place` those of `decoded`, unless it is a view of them."""
     if decoded.data_ptr() != place.data_ptr():
         place.view(decoded.dtype).copy_(decoded)
-
-
-def _take_input_scale(layer: nn.Module) -> Callable[..., bool]:
-    """A loader that keeps the scales of gate and up apart, where vLLM's keeps the last."""
-
-    def take(
-        param: Tensor,
-        loaded_weight: Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool,
-    ) -> bool:
-        local = layer._map_global_expert_id_to_local_expert_id(expert_id)  # type: ignore[operator]
-        if local == -1:
-            return False
-        place = param.data[local]
-        (place if shard_id == _DOWN else place[0 if shard_id == _GATE else 1]).copy_(loaded_weight)
-        return True
-
-    return take

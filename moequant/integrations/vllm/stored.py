@@ -8,17 +8,23 @@ Decisions, each with the failure it prevents:
   read E8M0 scales as numbers, or spread one scale over a row.
 * What was loaded is counted. Otherwise an expert that the files lack would run as zeros.
 * Weights are views of the parameters. Otherwise a layer would be in memory twice before packing.
+* Parameters are loaded once, and a second loading is refused at its first tensor. vLLM keeps the
+  addresses of packed weights in CUDA graphs, and its `reload_weights` leaves a layer as it is whose
+  loaders copy nothing, so that experts of before would run among layers of after.
+* Loaders hold the layer only until its experts are packed. vLLM keeps them for as long as the
+  process runs, so that an engine that is deleted would keep its experts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.integrations.vllm.name import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +34,9 @@ if TYPE_CHECKING:
     from moequant.act_fn import ActFn
     from moequant.integrations.vllm.scheme import ExpertScheme
     from moequant.runtime import ExpertWeights
+
+_NUMBERS_NDIM = 2
+"""Dimensions, at most, of a parameter with one number for each matrix: experts, and gate and up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +78,25 @@ class StoredExperts(ABC):
         self.sizes = sizes
         self._expected: dict[str, int | None] = {}
         self._loaded: dict[str, set[object]] = {}
+        self._layer: nn.Module | None = None
+        self._vllms_loader: Callable[..., object] | None = None
 
-    @abstractmethod
     def create(self, layer: nn.Module, weight_loader: Callable[..., object]) -> None:
         """Register the parameters on torch's default device, named as vLLM maps tensors' names.
 
         Args:
             layer: gets them.
             weight_loader: vLLM's, a method of the layer.
+
+        Raises:
+            UnsupportedError: sizes that the format does not have.
         """
+        self._layer, self._vllms_loader = layer, weight_loader
+        self._create(layer)
+
+    @abstractmethod
+    def _create(self, layer: nn.Module) -> None:
+        """As `create`, by `_register`."""
 
     @abstractmethod
     def weights(self, layer: nn.Module, act_fn: ActFn, *, input_scales: bool) -> ExpertWeights:
@@ -106,10 +125,37 @@ class StoredExperts(ABC):
                     "checkpoint lacks the others. Fetch or convert it again"
                 )
 
+    def fill_scales(self, layer: nn.Module) -> None:
+        """Make scales of whole matrices and of activations 1, in place of a benchmark's numbers.
+
+        Half of those that vLLM fills parameters with are negative, which no such scale may be.
+        """
+        for parameter in self._expected:
+            data = layer.get_parameter(parameter).data
+            if data.dtype == torch.float32 and data.ndim <= _NUMBERS_NDIM:
+                data.fill_(1.0)
+
     def free(self, layer: nn.Module) -> None:
-        """Delete the parameters from the layer."""
+        """Delete the parameters from the layer, and refuse what is loaded from now on."""
         for parameter in self._expected:
             delattr(layer, parameter)
+        self._layer = self._vllms_loader = None
+
+    def refuse_loading(self) -> NoReturn:
+        """Raise UnsupportedError: the experts were packed already."""
+        raise UnsupportedError(
+            f"{self.name}: weights are loaded again, which --quantization {NAME} does not serve; "
+            "the layers before it may have changed already, so start the server again"
+        )
+
+    @property
+    def _layer_to_fill(self) -> Any:
+        return self.refuse_loading() if self._layer is None else self._layer
+
+    @property
+    def _loader(self) -> Callable[..., object]:
+        """vLLM's; raises UnsupportedError once the experts are packed."""
+        return self.refuse_loading() if self._vllms_loader is None else self._vllms_loader
 
     def _register(
         self,
@@ -117,15 +163,26 @@ class StoredExperts(ABC):
         parameter: str,
         data: Tensor,
         expected: int | None,
-        **attributes: object,
+        *,
+        quant_method: str,
+        weight_loader: Callable[..., object],
     ) -> None:
-        """Make `data` a parameter that `expected` tensors fill, with attributes for the loader.
+        """Make `data` a parameter that `expected` tensors fill, by a loader of ours.
 
         None stands for tensors that files may lack.
+
+        Args:
+            layer: gets it.
+            parameter: its name.
+            data: zeros.
+            expected: how many tensors fill it.
+            quant_method: how scales lie, a value of vLLM's `FusedMoeWeightScaleSupported`.
+            weight_loader: takes what vLLM's takes; it must not hold the layer.
         """
-        made = torch.nn.Parameter(data, requires_grad=False)
-        for key, value in attributes.items():
-            setattr(made, key, value)
+        made: Any = torch.nn.Parameter(data, requires_grad=False)
+        # What vLLM notes of its own, such as that it takes the arguments of experts.
+        vars(weight_loader).update(vars(self._loader))
+        made.quant_method, made.weight_loader = quant_method, weight_loader
         layer.register_parameter(parameter, made)
         self._expected[parameter] = expected
         self._loaded[parameter] = set()

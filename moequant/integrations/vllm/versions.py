@@ -5,6 +5,7 @@
 | kept modules of an FP8 config | by whole names | as a field of the config says |
 | a scheme of compressed-tensors | of gate_proj and so on | by the model's own names |
 | numbers of an activation function | a limit | also those of swigluoai and situ |
+| layers of the Transformers backend | load past their parameters' loaders | by them |
 | tokens of a step, with `enable_sp` | padded to multiples of the ranks | there is none |
 | a layer of routed experts | `FusedMoE`, alias `RoutedExperts` | `RoutedExperts` |
 
@@ -68,6 +69,14 @@ def projections(layer: Any) -> list[str]:
 def activation_numbers(moe: Any) -> dict[str, float | None]:
     """The numbers of a layer's activation function that its `FusedMoEConfig` has, by field."""
     return {name: getattr(moe, name) for name in _ACTIVATION_NUMBERS[_version()]}
+
+
+def loads_itself(layer: Any) -> bool:
+    """Whether a layer gives tensors to vLLM's loader without asking its parameters for theirs.
+
+    That is so in the Transformers backend, which alone names an `expert_mapping`.
+    """
+    return _version() == _OLDER and layer.expert_mapping is not None
 
 
 def pads_sequences(vllm_config: Any) -> bool:

@@ -92,19 +92,20 @@ class Engine:
         """A layer of 4 experts, top 2, H 256, I 256, or as `arguments` say, without weights.
 
         Among them `tp` and `ep`: how many ranks share experts, or have some each, and which this
-        is; and `cudagraph_mode`, the name of one.
+        is; `load_format`; and `cudagraph_mode`, the name of one.
         """
         return self._layer_of(self._runner(quantization_config, **arguments))
 
     def _runner(
         self, quantization_config, *, tp=(1, 0), ep=(1, 0), options=None, cudagraph_mode="NONE",
-        **arguments,
+        load_format="auto", **arguments,
     ):  # fmt: skip
         """What vLLM calls to route tokens and run a layer; in vLLM 0.22.1 it is the layer."""
         from vllm.model_executor.layers import fused_moe
 
         make = getattr(fused_moe, "FusedMoE" if self.version == "0.22.1" else "FusedMoEFactory")
         with self.settings(tp, ep, options) as settings:
+            settings.load_config.load_format = load_format
             compilation = settings.compilation_config
             compilation.cudagraph_mode = type(compilation.cudagraph_mode)[cudagraph_mode]
             sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
@@ -170,6 +171,8 @@ class StandIns(Engine):
             additional_config={} if options is None else {"moequant": options},
             load_config=SimpleNamespace(load_format="auto"),
             lora_config=None,
+            speculative_config=None,
+            weight_transfer_config=None,
             kernel_config=SimpleNamespace(moe_backend="auto"),
             model_config=None,
             compilation_config=SimpleNamespace(
@@ -226,6 +229,20 @@ def fill(layer, checkpoint, config, tp, ep):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 give(layer, name, tensors.get_tensor(name), config, tp, ep)
+
+
+@pytest.fixture
+def fill_as_a_benchmark():
+    """Fills parameters as `--load-format dummy` does (model_loader/weight_utils.py of vLLM)."""
+
+    def fill_parameters(layer):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                numbers = torch.empty(parameter.shape).uniform_(-1e-3, 1e-3, generator=generator)
+                parameter.data.copy_(numbers.to(parameter.dtype))
+
+    return fill_parameters
 
 
 def give(layer, name, tensor, config, tp, ep):

@@ -102,9 +102,10 @@ class Newer:
 
 
 class Fp8Config(QuantizationConfig):
-    def __init__(self, ignored_layers=None):
+    def __init__(self, ignored_layers=None, store_dtype=None):
         super().__init__()
         self.ignored_layers = ignored_layers or []
+        self.store_dtype = store_dtype
         self.ignored_layers_match_mode = "exact"
 
     @classmethod
@@ -321,8 +322,10 @@ class FusedMoE(_Layer):
         has_bias=False,
         swiglu_limit=None,
         apply_router_weight_on_input=False,
+        expert_mapping=None,
     ):
         super().__init__()
+        self.expert_mapping = expert_mapping
         moe_config = _moe_config(
             (num_experts, hidden_size, intermediate_size),
             tp_size,
@@ -427,6 +430,7 @@ def named(version, name):
 VERSIONS = {kind.version: kind for kind in (Older, Newer)}
 HOMES = {
     "vllm.config": ("get_current_vllm_config", "set_current_vllm_config"),
+    "vllm.envs": (),
     "vllm.logger": ("init_logger",),
     "vllm.model_executor.layers.quantization": (
         "QUANTIZATION_METHODS", "get_quantization_config", "register_quantization_config",
@@ -463,5 +467,7 @@ def install(version):
     for module in made.values():
         module.__path__ = []
     made["vllm"].__version__ = version
+    made["vllm"].envs = made["vllm.envs"]
+    made["vllm.envs"].VLLM_BATCH_INVARIANT = False
     sys.modules.update(made)
     return list(made)

@@ -67,6 +67,16 @@ def test_output_equals_that_of_load_experts(engine, converted, format, dialect):
     assert found.packed().workload == wanted
 
 
+@every_way
+def test_numbers_of_a_benchmark_are_taken(engine, converted, fill_as_a_benchmark, format, dialect):
+    config = json.loads((converted(format, dialect) / "config.json").read_text())
+    given = arguments_for(dialect)
+    layer = engine.layer(config["quantization_config"], load_format="dummy", **given)
+    fill_as_a_benchmark(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert run(layer, *call()).isfinite().all()
+
+
 def test_vllm_routes_tokens_and_runs_the_method(engine, converted):
     if not engine.real:
         pytest.skip("stand-ins route no tokens")
@@ -233,8 +243,10 @@ def own_methods(patch, config):
 def test_layers_that_are_no_routed_experts_are_left_to_vllm(engine, monkeypatch):
     config = engine.config(REGISTRY["fp8"].quantization_config({}, []))
     own_methods(monkeypatch, config)
-    for prefix in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.shared_experts.up_proj"):
-        assert config.get_quant_method(torch.nn.Module(), prefix) == f"own of {prefix}"
+    with engine.settings():
+        for name in ("self_attn.o_proj", "mlp.shared_experts.up_proj"):
+            prefix = f"model.layers.0.{name}"
+            assert config.get_quant_method(torch.nn.Module(), prefix) == f"own of {prefix}"
 
 
 def test_kept_experts_are_left_to_vllm_and_that_is_said(engine, monkeypatch):
@@ -250,5 +262,6 @@ def test_kept_experts_are_left_to_vllm_and_that_is_said(engine, monkeypatch):
     said = []
     monkeypatch.setattr(checkpoints.logger, "info_once", said.append)
     layer = RoutedExperts.__new__(RoutedExperts)
-    assert config.get_quant_method(layer, kept) == f"own of {kept}"
+    with engine.settings():
+        assert config.get_quant_method(layer, kept) == f"own of {kept}"
     assert "unquantized: vLLM runs those" in said[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moequant.errors import UnsupportedError
 from moequant.runtime import load_experts
 
 _BLOCK = "model.layers.{}.mlp.experts."
@@ -77,6 +78,23 @@ def test_static_scales_of_activations_are_used(engine, static):
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     got = layer.quant_method.apply(layer, *call(), None, None)
     assert torch.equal(got, expected(*call()))
+
+
+def test_a_static_scale_that_is_loaded_again_is_refused(engine, static):
+    config = json.loads((static / "config.json").read_text())["quantization_config"]
+    layer = engine.layer(config)
+    load = next(p.weight_loader for name, p in layer.named_parameters() if "w13_input" in name)
+    layer.quant_method.stored.free(layer)
+    with pytest.raises(UnsupportedError, match="loaded again"):
+        load(None, torch.zeros(()), "x.w13_input_scale", "w1", 0)
+
+
+def test_numbers_of_a_benchmark_make_no_bad_static_scale(engine, static, fill_as_a_benchmark):
+    config = json.loads((static / "config.json").read_text())["quantization_config"]
+    layer = engine.layer(config, load_format="dummy")
+    fill_as_a_benchmark(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert all((s == 1).all() for s in layer.quant_method.experts.weights.input_scales().values())
 
 
 def test_static_scales_are_left_out_without_quantized_activations(engine, static):

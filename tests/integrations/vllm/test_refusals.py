@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -25,10 +27,9 @@ def settings(**changed):
     layer = SimpleNamespace(
         moe_config=SimpleNamespace(
             moe_parallel_config=parallel,
-            is_lora_enabled=False,
-            moe_backend="auto",
             in_dtype=torch.bfloat16,
         ),
+        expert_mapping=None,
     )
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=2),
@@ -36,7 +37,14 @@ def settings(**changed):
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
             pass_config=SimpleNamespace(enable_sp=False),
         ),
-        model_config=SimpleNamespace(quantization_config=None, enable_sleep_mode=False),
+        model_config=SimpleNamespace(
+            quantization_config=None, enable_sleep_mode=False, hf_config=SimpleNamespace()
+        ),
+        kernel_config=SimpleNamespace(moe_backend="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        lora_config=None,
+        speculative_config=None,
+        weight_transfer_config=None,
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
         ),
@@ -60,8 +68,12 @@ PARALLEL = "layer__moe_config__moe_parallel_config__"
 REFUSED = {
     f"{PARALLEL}enable_eplb": (True, "expert load balancing: leave out --enable-eplb"),
     f"{PARALLEL}pcp_size": (2, "prefill context parallel 2"),
-    "layer__moe_config__is_lora_enabled": (True, "LoRA: leave out --enable-lora"),
-    "layer__moe_config__moe_backend": ("marlin", "--moe-backend marlin.* leave it out"),
+}
+SETTINGS = {
+    "config__lora_config": ({}, "LoRA: leave out --enable-lora"),
+    "config__kernel_config__moe_backend": ("marlin", "--moe-backend marlin.* leave it out"),
+    "config__weight_transfer_config": ({}, "sent to the server: leave out --weight-transfer"),
+    "config__load_config__load_format": ("sharded_state", "format sharded_state.* own files"),
     "config__model_config__quantization_config": ({}, "while loading: leave out"),
     "config__model_config__enable_sleep_mode": (True, "sleep mode"),
     "config__offload_config__uva__cpu_offload_gb": (4, "offloaded to the host"),
@@ -164,18 +176,89 @@ def test_tokens_that_would_be_padded_are_refused(engine):
         check_hidden(NAME, 2880, 3072, "deepep_low_latency")
 
 
-@pytest.mark.parametrize("place", REFUSED)
+@pytest.mark.parametrize("place", REFUSED | SETTINGS)
 def test_a_setting_that_is_not_served_is_refused(engine, place):
-    value, says = REFUSED[place]
+    value, says = (REFUSED | SETTINGS)[place]
     with pytest.raises(UnsupportedError, match=f"{NAME}: .*{says}"):
         check(settings(**{place: value}))
+
+
+@pytest.mark.parametrize("place", SETTINGS)
+def test_settings_are_refused_by_any_layer(engine, place):
+    """Some models of vLLM make no layer of routed experts where settings say so."""
+    from moequant.integrations.vllm.refusals import check_settings
+
+    value, says = SETTINGS[place]
+    _, config = settings()
+    check_settings(config)
+    _, config = settings(**{place: value})
+    with pytest.raises(UnsupportedError, match=f"^--quantization moequant does not .*{says}"):
+        check_settings(config)
+
+
+def test_a_layer_that_is_no_routed_experts_asks_for_the_settings(engine):
+    config = engine.config(quantized("fp8_block", "fp8"))
+    with engine.settings() as given:
+        given.kernel_config.moe_backend = "deep_gemm_mega_moe"
+        with pytest.raises(UnsupportedError, match="--moe-backend deep_gemm_mega_moe"):
+            config.get_quant_method(torch.nn.Module(), "model.layers.0.self_attn.o_proj")
+
+
+def test_batch_invariance_is_refused(engine, monkeypatch):
+    import vllm.envs
+
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    with pytest.raises(UnsupportedError, match="leave out VLLM_BATCH_INVARIANT"):
+        check(settings())
+
+
+def test_zero_experts_are_refused_where_tokens_are_gathered(engine):
+    model = {"config__model_config__hf_config": SimpleNamespace(zero_expert_type="identity")}
+    check(settings(**model))
+    check(data_parallel("deepep_low_latency", experts=True, **model))
+    with pytest.raises(UnsupportedError, match="data parallel 2 of a model with zero experts"):
+        check(data_parallel("allgather_reducescatter", experts=False, **model))
+
+
+def test_speculation_by_experts_of_vllm_is_refused(engine):
+    model = {"config__model_config__hf_config": SimpleNamespace(mtp_quant_algo="fp8")}
+    check(settings(**model))
+    with pytest.raises(UnsupportedError, match=r"mtp_quant_algo.*leave out --speculative-config"):
+        check(settings(config__speculative_config={}, **model))
+
+
+def test_the_transformers_backend_is_refused_where_it_loads_by_itself(engine):
+    given = settings(layer__expert_mapping=[("experts.w13_", "0.up_proj", 0, "w3")])
+    if engine.version != "0.22.1":
+        check(given)
+        return
+    with pytest.raises(UnsupportedError, match="--model-impl transformers"):
+        check(given)
+
+
+@pytest.mark.parametrize("model_type", ["muse_spark", "muse_spark_text", "flint"])
+def test_models_with_kernels_of_their_own_for_nvfp4_are_refused(engine, model_type):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    take = get_quantization_config("moequant").override_quantization_method
+    model = SimpleNamespace(model_type=model_type)
+    with pytest.raises(UnsupportedError, match=f"{model_type} in NVFP4"):
+        take(quantized("nvfp4", "modelopt"), "moequant", model)
+    assert take(quantized("nvfp4", "compressed-tensors"), "moequant", model) == "moequant"
+
+
+def test_what_vllm_would_rename_the_scales_of_mxfp4_by_is_not_kept(engine):
+    """bailing_moe_v3.py of vLLM 0.33.0 sets it."""
+    config = engine.config(quantized("fp8_block", "fp8"))
+    config.store_dtype = "mxfp4"
+    assert config.store_dtype is None
 
 
 def test_all_that_is_in_the_way_is_said_at_once(engine):
     with pytest.raises(UnsupportedError, match=r"LoRA.*; sleep mode"):
         check(
             settings(
-                layer__moe_config__is_lora_enabled=True,
+                config__lora_config={},
                 config__model_config__enable_sleep_mode=True,
             )
         )
@@ -387,7 +470,35 @@ def test_scales_in_another_dtype_are_taken_as_the_same_numbers(engine, converted
         assert torch.equal(tensor.float(), other.state_dict()[name].float()), name
 
 
+AGAIN = r"loaded again.*start the server again"
+
+
 def test_weights_that_are_loaded_again_are_refused(engine, converted):
     layer = engine.loaded(converted("fp8_block", "fp8"))
-    with pytest.raises(UnsupportedError, match=r"loaded again.*start the server again"):
+    with pytest.raises(UnsupportedError, match=AGAIN):
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def loader_of(layer, parameter):
+    """The loader of a parameter, as vLLM keeps it for a second loading."""
+    return layer.get_parameter(parameter).weight_loader
+
+
+def test_a_stacked_tensor_that_is_loaded_again_is_refused(engine):
+    layer = engine.layer(quantized("mxfp4", "gpt-oss"), activation="swigluoai", has_bias=True)
+    load = loader_of(layer, "w13_weight")
+    layer.quant_method.stored.free(layer)
+    with pytest.raises(UnsupportedError, match=AGAIN):
+        load(None, torch.zeros(()), "x.w13_weight", None, None)
+
+
+def test_a_loader_that_vllm_keeps_does_not_keep_the_layer(engine):
+    layer = engine.layer(quantized("fp8_block", "fp8"))
+    load, gone = loader_of(layer, "w13_weight"), ref(layer)
+    assert load.supports_moe_loading
+    layer.quant_method.stored.free(layer)
+    del layer
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(UnsupportedError, match=AGAIN):
+        load(None, torch.zeros(()), "x.w13_weight", "w1", 0)

@@ -61,20 +61,21 @@ PLACES = {
 }
 FIELDS = {
     ("config/vllm.py", "VllmConfig"): (
-        "additional_config", "compilation_config", "load_config", "model_config", "offload_config",
-        "parallel_config",
+        "additional_config", "compilation_config", "kernel_config", "load_config", "lora_config",
+        "model_config", "offload_config", "parallel_config", "speculative_config",
+        "weight_transfer_config",
     ),
     ("config/compilation.py", "CompilationConfig"): ("cudagraph_mode", "pass_config"),
     ("config/compilation.py", "CUDAGraphMode"): ("NONE", "FULL"),
     ("config/parallel.py", "ParallelConfig"): ("tensor_parallel_size", "use_ubatching"),
     ("config/load.py", "LoadConfig"): ("load_format",),
-    ("config/model.py", "ModelConfig"): ("quantization_config", "enable_sleep_mode"),
+    ("config/kernel.py", "KernelConfig"): ("moe_backend",),
+    ("config/model.py", "ModelConfig"): ("hf_config", "quantization_config", "enable_sleep_mode"),
     ("config/offload.py", "OffloadConfig"): ("uva", "prefetch"),
     ("config/offload.py", "UVAOffloadConfig"): ("cpu_offload_gb",),
     ("config/offload.py", "PrefetchOffloadConfig"): ("offload_group_size",),
     (f"{_MOE}/config.py", "FusedMoEConfig"): (
-        "moe_parallel_config", "activation", "has_bias", "is_lora_enabled", "moe_backend",
-        "in_dtype",
+        "moe_parallel_config", "activation", "has_bias", "in_dtype",
     ),
     (f"{_MOE}/config.py", "FusedMoEParallelConfig"): (
         "tp_size", "dp_size", "pcp_size", "enable_eplb", "all2all_backend", "use_all2all_kernels",
@@ -89,7 +90,7 @@ FIELDS = {
 LAYER_FIELDS = {
     "0.22.1": (
         "expert_map", "apply_router_weight_on_input", "moe_config", "activation",
-        "global_num_experts", "_expert_routing_tables",
+        "global_num_experts", "_expert_routing_tables", "expert_mapping",
     ),
     "0.33.0": (
         "expert_map", "apply_router_weight_on_input", "moe_config", "activation",
@@ -258,6 +259,30 @@ def test_fields_that_the_plug_in_reads_are_vllms(sources, file, name):
 def test_fields_of_a_layer_that_the_plug_in_reads_are_vllms(sources):
     found = set(sources.fields(sources.places.layer, sources.places.layer_class))
     assert set(LAYER_FIELDS[sources.version]) <= found
+
+
+def test_variables_that_the_plug_in_reads_are_vllms(sources):
+    assert "VLLM_BATCH_INVARIANT: bool" in (sources.folder / "envs.py").read_text("utf-8")
+
+
+def test_one_version_alone_loads_layers_past_their_parameters(sources):
+    load = sources.definition(sources.places.layer, f"{sources.places.layer_class}.load_weights")
+    loader = "self" if sources.version == "0.22.1" else "param"
+    assert f"= {loader}.weight_loader(" in ast.unparse(load)
+
+
+def test_names_of_models_and_load_formats_are_vllms(sources, engine):
+    from moequant.integrations.vllm import checkpoints, refusals
+
+    formats = (sources.folder / "model_executor/model_loader/__init__.py").read_text("utf-8")
+    assert all(f'"{name}"' in formats for name in refusals._PACKED_BEFORE)
+    if sources.version == "0.33.0":
+        models = [*(sources.folder / "models").rglob("*.py")]
+        texts = [file.read_text("utf-8") for file in models]
+        texts += [(sources.folder / "transformers_utils/config.py").read_text("utf-8")]
+        for name in checkpoints._WITH_OWN_NVFP4:
+            assert any(f"{name}=" in t or f'model_type = "{name}"' in t for t in texts), name
+        assert any(refusals._MTP_ALGORITHM in text for text in texts)
 
 
 def test_one_version_alone_pads_for_sequence_parallelism(sources):
