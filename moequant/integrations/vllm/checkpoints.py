@@ -46,7 +46,10 @@ logger = init_logger("vllm.moequant")
 _GPT_OSS = "gpt_oss"
 _WITH_OWN_CONFIG = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 _WITH_OWN_NVFP4 = ("muse_spark", "muse_spark_text", "flint")
-"""Models whose experts in NVFP4 vLLM 0.33.0 runs without asking the config for a method."""
+"""Models whose experts in NVFP4 vLLM 0.33.0 runs without asking the config for a method.
+
+Of flint that is so on one GPU of SM100 alone; it is refused everywhere.
+"""
 
 
 class _OwnExperts:
@@ -169,8 +172,8 @@ class NvFp4WithOwnExperts(_OwnExperts, ModelOptNvFp4Config):  # type: ignore[mis
         super().check_model_type(model_type)
         if model_type in _WITH_OWN_NVFP4:
             raise UnsupportedError(
-                f"--quantization {NAME} does not serve {model_type} in NVFP4, whose experts vLLM "
-                f"runs by kernels of its own; start without --quantization {NAME}"
+                f"--quantization {NAME} does not serve {model_type} in NVFP4, for which vLLM has "
+                f"experts of its own; start without --quantization {NAME}"
             )
 
     def _scheme(self, layer: Any, prefix: str) -> ExpertScheme | None:

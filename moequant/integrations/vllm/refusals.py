@@ -25,7 +25,7 @@ kernel of vLLM's, and adds and scatters what the ranks return."""
 _SENDING = ("deepep_high_throughput", "deepep_low_latency")
 """With these, tokens are sent to the ranks of their experts: as rows, and in batches."""
 _PACKED_BEFORE = ("sharded_state", "runai_streamer_sharded", "tensorizer")
-"""Formats of whole models as vLLM saved them, by parameters that packed experts do not have."""
+"""Formats of which vLLM restores finished parameters, or packs nothing after loading."""
 _WITHOUT = f"or start without --quantization {NAME}"
 _ZERO, _MTP_ALGORITHM = "zero_expert_type", "mtp_quant_algo"
 """Fields of config.json: of LongCat-Flash, and of HY-V4 in vLLM 0.33.0."""
@@ -142,11 +142,11 @@ def _of_loading(vllm_config: Any) -> Iterator[str]:
         yield f"weights that are sent to the server: leave out --weight-transfer-config, {_WITHOUT}"
     if load_format in _PACKED_BEFORE:
         yield (
-            f"--load-format {load_format}, a model as vLLM saved it: load the checkpoint from its "
-            f"own files, {_WITHOUT}"
+            f"--load-format {load_format}, after which experts are not packed: load the checkpoint "
+            f"from its own files, {_WITHOUT}"
         )
-    algorithm = str(_of_model(vllm_config, _MTP_ALGORITHM))
-    if vllm_config.speculative_config is not None and algorithm.upper() == "FP8":
+    algorithm, speculation = _of_model(vllm_config, _MTP_ALGORITHM), vllm_config.speculative_config
+    if speculation is not None and speculation.method == "mtp" and str(algorithm).upper() == "FP8":
         yield (
             f"speculation by layers that {_MTP_ALGORITHM} of config.json says to be in FP8, whose "
             f"experts vLLM runs: leave out --speculative-config, {_WITHOUT}"

@@ -145,7 +145,7 @@ class StoredExperts(ABC):
         """Raise UnsupportedError: the experts were packed already."""
         raise UnsupportedError(
             f"{self.name}: weights are loaded again, which --quantization {NAME} does not serve; "
-            "the layers before it may have changed already, so start the server again"
+            "vLLM has taken the model's other weights apart by now, so start the server again"
         )
 
     @property

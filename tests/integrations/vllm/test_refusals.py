@@ -224,7 +224,8 @@ def test_speculation_by_experts_of_vllm_is_refused(engine):
     model = {"config__model_config__hf_config": SimpleNamespace(mtp_quant_algo="fp8")}
     check(settings(**model))
     with pytest.raises(UnsupportedError, match=r"mtp_quant_algo.*leave out --speculative-config"):
-        check(settings(config__speculative_config={}, **model))
+        check(settings(config__speculative_config=SimpleNamespace(method="mtp"), **model))
+    check(settings(config__speculative_config=SimpleNamespace(method="ngram"), **model))
 
 
 def test_the_transformers_backend_is_refused_where_it_loads_by_itself(engine):
