@@ -57,10 +57,10 @@ def call_once(name):
 
 
 def time_case(name):
-    """Seconds by what the caches are; the limits' names in their order."""
+    """Seconds of the first call with empty and with filled caches, by the names of the limits."""
     command = [sys.executable, __file__, "--one", name]
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **{name: str(Path(folder) / name) for name in _CACHES}}
+        environment = {**os.environ, **{cache: str(Path(folder) / cache) for cache in _CACHES}}
         printed = [
             subprocess.run(
                 command, env=environment, check=True, stdout=subprocess.PIPE, text=True

@@ -20,7 +20,7 @@ import torch
 from moequant.formats import QuantizedWeight, TensorSpec, get_format
 from moequant.formats.base import WHOLE
 from moequant.integrations.vllm.loading import as_stored
-from moequant.integrations.vllm.stored import StoredExperts
+from moequant.integrations.vllm.stored import ONE_A_MATRIX, StoredExperts
 from moequant.runtime import ExpertWeights
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SingleExperts(StoredExperts):
         """What vLLM's loader is told of a scale: a value of `FusedMoeWeightScaleSupported`."""
         rows, columns = get_format(self.scheme.format).block
         if _is_number(spec):
-            return "tensor"
+            return ONE_A_MATRIX
         if columns == WHOLE:
             return "channel"
         return "block" if rows > 1 else "group"

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from moequant.integrations.vllm.scheme import ExpertScheme
     from moequant.runtime import ExpertWeights
 
-_NUMBERS_NDIM = 2
-"""Dimensions, at most, of a parameter with one number for each matrix: experts, and gate and up."""
+ONE_A_MATRIX = "tensor"
+"""`quant_method` of a parameter with one number for each matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ class StoredExperts(ABC):
         Half of those that vLLM fills parameters with are negative, which no such scale may be.
         """
         for parameter in self._expected:
-            data = layer.get_parameter(parameter).data
-            if data.dtype == torch.float32 and data.ndim <= _NUMBERS_NDIM:
-                data.fill_(1.0)
+            filled: Any = layer.get_parameter(parameter)
+            if filled.quant_method == ONE_A_MATRIX:
+                filled.data.fill_(1.0)
 
     def free(self, layer: nn.Module) -> None:
         """Delete the parameters from the layer, and refuse what is loaded from now on."""
