@@ -79,7 +79,7 @@ class GptOssExperts(StoredExperts):
                     "gpt-oss the experts of a layer are one tensor; load the checkpoint from its "
                     "files"
                 )
-            take = self._loader
+            take = self._filling.loader
             tensor = as_dtype(weight_name, loaded_weight, dtype)
             done = take(
                 param, tensor, weight_name, shard_id, expert_id, return_success=return_success

@@ -145,7 +145,9 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             check_blocks(self.name, self.scheme.format, sizes)
         self.stored = kind(self.name, self.scheme, sizes)
         from_prepared = self.options.prepared
-        loader = weight_loader if from_prepared is None else keeping_nothing(layer)
+        loader = weight_loader
+        if from_prepared is not None:
+            loader = keeping_nothing(layer, weight_loader)
         self.stored.create(layer, loader)
         device = next(layer.parameters()).device
         self._check_backend(sizes, device)

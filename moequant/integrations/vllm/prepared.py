@@ -99,8 +99,13 @@ class PreparedExperts:
         return packed
 
 
-def keeping_nothing(layer: Any) -> Callable[..., bool]:
-    """In place of vLLM's loader: says what is this rank's, and copies nothing."""
+def keeping_nothing(layer: Any, weight_loader: Callable[..., object]) -> Callable[..., bool]:
+    """In place of vLLM's loader: says what is this rank's, and copies nothing.
+
+    Args:
+        layer: a `RoutedExperts` of vLLM.
+        weight_loader: vLLM's, whose attributes models read.
+    """
 
     def load(
         param: Tensor,
@@ -115,14 +120,15 @@ def keeping_nothing(layer: Any) -> Callable[..., bool]:
         local: int = layer._map_global_expert_id_to_local_expert_id(expert_id)
         return local != -1
 
+    vars(load).update(vars(weight_loader))
     return load
 
 
 def model_folder() -> str:
     """What vLLM loads: a folder, or an id of a hub.
 
-    Of a draft model it is the draft's own, as vLLM 0.22.1 builds that with a configuration of its
-    own (v1/spec_decode/draft_model.py: `_create_draft_vllm_config`). Heads for speculation have the
+    Of a draft model it is the draft's own, as vLLM builds that with a configuration of its own
+    (v1/spec_decode/draft_model.py: `_create_draft_vllm_config`). Heads for speculation have the
     configuration of the model, but numbers of layers behind the model's.
     """
     folder: str = get_current_vllm_config().model_config.model

@@ -118,8 +118,8 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         yield f"LoRA: leave out --enable-lora, {_WITHOUT}"
     if kernels.moe_backend != "auto":
         yield (
-            f"--moe-backend {kernels.moe_backend}, which names experts of vLLM: leave it out, "
-            f"{_WITHOUT}"
+            f"--moe-backend {kernels.moe_backend}, or moe_backend of --speculative-config, which "
+            f"names experts of vLLM: leave it out, {_WITHOUT}"
         )
     if vllm.envs.VLLM_BATCH_INVARIANT:
         yield (

@@ -116,7 +116,7 @@ class SingleExperts(StoredExperts):
             expert_id: int,
             return_success: bool = False,
         ) -> bool | None:
-            take = self._take_input_scale if is_input_scale else self._loader
+            take = self._take_input_scale if is_input_scale else self._filling.loader
             name = f"{weight_name} ({shard_id} of expert {expert_id})"
             tensor = as_stored(name, loaded_weight, file)
             done = bool(take(param, tensor, weight_name, shard_id, expert_id, return_success=True))
@@ -136,7 +136,7 @@ class SingleExperts(StoredExperts):
         return_success: bool,
     ) -> bool:
         """In place of vLLM's loader, which keeps the last of gate's and up's: keeps both."""
-        local = self._layer_to_fill._map_global_expert_id_to_local_expert_id(expert_id)
+        local = self._filling.layer._map_global_expert_id_to_local_expert_id(expert_id)
         if local == -1:
             return False
         place = param.data[local]

@@ -63,6 +63,19 @@ class RankSizes:
         return 2 if self.gated else 1
 
 
+@dataclass(frozen=True)
+class _Filling:
+    """What parameters are filled by, until the experts are packed.
+
+    Attributes:
+        layer: a `RoutedExperts` of vLLM.
+        loader: vLLM's, a method of the layer.
+    """
+
+    layer: Any
+    loader: Callable[..., object]
+
+
 class StoredExperts(ABC):
     """The parameters of one layer: made, filled by vLLM's loader, and read as weights.
 
@@ -78,8 +91,7 @@ class StoredExperts(ABC):
         self.sizes = sizes
         self._expected: dict[str, int | None] = {}
         self._loaded: dict[str, set[object]] = {}
-        self._layer: nn.Module | None = None
-        self._vllms_loader: Callable[..., object] | None = None
+        self._filled_by: _Filling | None = None
 
     def create(self, layer: nn.Module, weight_loader: Callable[..., object]) -> None:
         """Register the parameters on torch's default device, named as vLLM maps tensors' names.
@@ -91,7 +103,7 @@ class StoredExperts(ABC):
         Raises:
             UnsupportedError: sizes that the format does not have.
         """
-        self._layer, self._vllms_loader = layer, weight_loader
+        self._filled_by = _Filling(layer, weight_loader)
         self._create(layer)
 
     @abstractmethod
@@ -139,7 +151,7 @@ class StoredExperts(ABC):
         """Delete the parameters from the layer, and refuse what is loaded from now on."""
         for parameter in self._expected:
             delattr(layer, parameter)
-        self._layer = self._vllms_loader = None
+        self._filled_by = None
 
     def refuse_loading(self) -> NoReturn:
         """Raise UnsupportedError: the experts were packed already."""
@@ -149,13 +161,9 @@ class StoredExperts(ABC):
         )
 
     @property
-    def _layer_to_fill(self) -> Any:
-        return self.refuse_loading() if self._layer is None else self._layer
-
-    @property
-    def _loader(self) -> Callable[..., object]:
-        """vLLM's; raises UnsupportedError once the experts are packed."""
-        return self.refuse_loading() if self._vllms_loader is None else self._vllms_loader
+    def _filling(self) -> _Filling:
+        """What parameters are filled by; raises UnsupportedError once the experts are packed."""
+        return self.refuse_loading() if self._filled_by is None else self._filled_by
 
     def _register(
         self,
@@ -181,7 +189,7 @@ class StoredExperts(ABC):
         """
         made: Any = torch.nn.Parameter(data, requires_grad=False)
         # What vLLM notes of its own, such as that it takes the arguments of experts.
-        vars(weight_loader).update(vars(self._loader))
+        vars(weight_loader).update(vars(self._filling.loader))
         made.quant_method, made.weight_loader = quant_method, weight_loader
         layer.register_parameter(parameter, made)
         self._expected[parameter] = expected
