@@ -4,6 +4,7 @@ The first names are for users. The others are for verification, which plans and 
 """
 
 from moequant.conversion.apply_recipe import check_whole_layers, units_of_formats
+from moequant.conversion.commit import file_entries, planned_files
 from moequant.conversion.error_limit import beyond_limit
 from moequant.conversion.finished_shard import UsedQuantizer
 from moequant.conversion.items import dequantizing_units
@@ -52,10 +53,12 @@ __all__ = [
     "copied_sidecars",
     "dequantizing_units",
     "error_of_tiles",
+    "file_entries",
     "is_unfinished",
     "load_recipe",
     "merged_errors",
     "plan_checkpoint",
+    "planned_files",
     "quantizer_jobs",
     "recorded_claims",
     "recorded_recipe",

@@ -83,17 +83,26 @@ def _stage(
     journal.staged.mkdir()
     for file, sha256 in provenance["sidecars"].items():
         _copy(source.path / file, journal.staged / file, sha256)
-    written = {
-        INDEX_FILE: _encode(plan.index()),
-        CONFIG_FILE: _encode(
-            converted_config(source.config, plan.quantization_config, plan.dialect)
-        ),
-    }
+    written = planned_files(source, plan)
     record = _encode(_record(plan, shards, written, provenance))
     for file, data in {**written, RECORD_FILE: record}.items():
         _write(journal.staged / file, [memoryview(data)])
     fsync_directory(journal.staged)
     return list(provenance["sidecars"])
+
+
+def planned_files(source: Checkpoint, plan: Plan) -> dict[str, bytes]:
+    """The bytes of the index and of config.json, by file; source and plan determine them."""
+    config = converted_config(source.config, plan.quantization_config, plan.dialect)
+    return {INDEX_FILE: _encode(plan.index()), CONFIG_FILE: _encode(config)}
+
+
+def file_entries(written: Mapping[str, bytes]) -> dict[str, dict[str, object]]:
+    """What moequant.json says of files, by file, from their bytes."""
+    return {
+        file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for file, data in written.items()
+    }
 
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
@@ -173,10 +182,7 @@ def _record(
         "plan_sha256": plan.digest,
         "shards": {s.file: {"bytes": s.bytes, "sha256": s.sha256} for s in shards},
         "quantizers": [share.record() for share in shares(shards)],
-        "files": {
-            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for file, data in written.items()
-        },
+        "files": file_entries(written),
         **({"requantization_errors": [error.to_json() for error in errors]} if errors else {}),
         **({"gptq_errors": [error.to_json() for error in rounded]} if rounded else {}),
     }

@@ -14,7 +14,9 @@ from moequant.conversion import (
     check_whole_layers,
     converted_config,
     dequantizing_units,
+    file_entries,
     plan_checkpoint,
+    planned_files,
     recorded_claims,
     recorded_recipe,
     unit_outputs,
@@ -68,6 +70,7 @@ class Expectation:
         tensors: dtype and shape, as in a header, of every tensor that is known in advance.
         possible: names of tensors whose dtype and shape the dialect checks when it decodes them.
         config: the expected config.json.
+        files: the bytes of config.json and the index, by file; empty without a plan.
         activations: by module, the scheme of its input where its format does not imply it.
     """
 
@@ -80,6 +83,7 @@ class Expectation:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     possible: frozenset[str]
     config: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
     activations: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -170,9 +174,12 @@ def expect_by_record(
         findings.add("record", RECORD_FILE, f"its recipe does not fit the source: {refusal}")
     if plan.refusals:
         return None
+    files = planned_files(source, plan)
     wanted = recorded_claims(record, source, plan, workers=DEFAULT_WORKERS)
+    wanted["files"] = file_entries(files)
     # A record without a description says that the built-in table was used.
-    found = {key: record.get(key) for key in wanted if key in {*record, "architecture_definition"}}
+    needed = {*record, "architecture_definition", "files"}
+    found = {key: record.get(key) for key in wanted if key in needed}
     for place, message in differences(found, wanted, RECORD_FILE):
         findings.add("record", place, f"{message}, by the source given")
     return Expectation(
@@ -185,6 +192,7 @@ def expect_by_record(
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
         config=converted_config(source.config, plan.quantization_config, plan.dialect),
+        files=files,
         activations={
             weight.module: scheme
             for unit in plan.units

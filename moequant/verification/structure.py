@@ -12,6 +12,7 @@ from moequant.storage.disk import sha256_of
 from moequant.storage.files import CONFIG_FILE, INDEX_FILE, RECORD_FILE
 from moequant.storage.folder import sidecar_files
 from moequant.storage.model_card import CARD_FILE, card_is_of
+from moequant.storage.reader import FixedFile
 from moequant.verification.differences import differences
 from moequant.verification.expectation import LINEAR_ROLES, is_matrix
 from moequant.verification.stored import check_nothing_added
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from moequant.storage.checkpoint import Checkpoint
     from moequant.verification.expectation import Expectation
     from moequant.verification.findings import Findings
+    from moequant.verification.report import Check
     from moequant.verification.stored import StoredCheckpoint
+
+_SHOWN = 16
 
 
 def check_structure(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
@@ -38,6 +42,8 @@ def check_structure(stored: StoredCheckpoint, expected: Expectation, findings: F
             findings.add("config", place, message)
         if expected.plan is not None:
             _check_formats(config, expected, findings)
+    for file, wanted in expected.files.items():
+        _check_bytes(stored.checkpoint.path / file, wanted, findings)
 
 
 def _check_tensors(stored: StoredCheckpoint, expected: Expectation, findings: Findings) -> None:
@@ -117,6 +123,37 @@ def _check_plan(stored: StoredCheckpoint, plan: Plan, findings: Findings) -> Non
     if not findings.has("index"):
         for place, message in differences(stored.index, plan.index(), INDEX_FILE):
             findings.add("index", place, message)
+
+
+def _check_bytes(path: Path, wanted: bytes, findings: Findings) -> None:
+    """A file is the plan's to the byte.
+
+    A file that is missing or unreadable, or that has other values, was named with them.
+    """
+    check: Check = "config" if path.name == CONFIG_FILE else "index"
+    if findings.has(check):
+        return
+    file = FixedFile.at(path)
+    found = bytes(file.read(0, file.size_bytes))
+    if found != wanted:
+        i = _first_difference(found, wanted)
+        findings.add(
+            check,
+            path.name,
+            f"has the right values, but not the bytes that moequant writes: {_shown(found, i)} at "
+            f"byte {i}, expected {_shown(wanted, i)}; convert again, or put the file back",
+        )
+
+
+def _first_difference(found: bytes, wanted: bytes) -> int:
+    """Index of the first byte that differs; where one is longer, the length of the other."""
+    pairs = enumerate(zip(found, wanted, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(found), len(wanted)))
+
+
+def _shown(data: bytes, i: int) -> str:
+    """A few bytes from the i-th on, as text."""
+    return repr(data[i : i + _SHOWN].decode(errors="replace")) if i < len(data) else "the end"
 
 
 def check_sidecars(

@@ -510,6 +510,48 @@ def test_an_edited_config_is_named(source, converted, record):
     assert found == {"config.json.num_experts_per_tok": "3, expected 2"}
 
 
+@pytest.mark.parametrize("file", [INDEX, "config.json"])
+def test_equal_values_in_other_bytes_are_named(source, converted, file):
+    folder = converted()
+    edit_json(folder, file, lambda content: None)
+    found = problems(verify(folder, against=source, layers=0))
+    assert list(found) == [file]
+    assert "right values, but not the bytes that moequant writes" in found[file]
+    assert "at byte 1, expected '\\n  " in found[file]
+
+
+def test_an_integer_that_became_a_float_is_named(source, converted):
+    folder = converted()
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('_per_tok": 2', '_per_tok": 2.0'))
+    found = problems(verify(folder, against=source, layers=0))
+    assert "'.0,\\n" in found["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda files: files.pop(INDEX), f".{INDEX}"),
+        (lambda files: files["config.json"].update(sha256="0" * 64), ".config.json.sha256"),
+        (lambda files: files.update({INDEX: "nan"}), f".{INDEX}"),
+        (lambda files: files.clear(), f".{INDEX}"),
+        (lambda files: files.update(other={"bytes": 0, "sha256": "0" * 64}), ".other"),
+    ],
+)
+def test_edited_digests_of_files_are_named(source, converted, change, place):
+    folder = converted()
+    edit_json(folder, "moequant.json", lambda record: change(record["files"]))
+    found = problems(verify(folder, against=source, layers=0))
+    assert f"moequant.json.files{place}" in found
+
+
+def test_a_record_without_digests_of_files_is_named(source, converted):
+    folder = converted()
+    edit_json(folder, "moequant.json", lambda record: record.pop("files"))
+    found = problems(verify(folder, against=source, layers=0))
+    assert list(found) == ["moequant.json.files"]
+
+
 def test_an_empty_config_is_named(source, converted):
     folder = converted()
     (folder / "config.json").write_text("{}")
