@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_OUR_EXPERTS = re.compile(r"moequant runs routed experts .* by its backend (\S+)")
+from moequant.integrations.vllm.name import BY_BACKEND, RUNS_EXPERTS
+
+_OUR_EXPERTS = re.compile(rf"{RUNS_EXPERTS} .* {BY_BACKEND} (\S+)")
 _VLLM_EXPERTS = re.compile(r"Using (.+? MoE(?= backend)|\w+MoEMethod|\w+Experts(?= for ))")
 """As vLLM 0.22.1 and 0.33.0 log them, such as "Using TRITON Fp8 MoE backend out of ..."."""
 _ERROR = re.compile(r"\bERROR [^\[]*\[[^\]]+:\d+\] (.*)")

@@ -9,14 +9,16 @@ experts are given to `FusedExperts`.
     scheme.py       how a layer's experts are stored, by moequant's dialects
     options.py      what a user chooses with `--additional-config`
     all_to_all.py   tokens of other ranks, as vLLM's all-to-all brings them
-    refusals.py     what is not served
+    settings.py     settings of vLLM that are not served
+    layer_limits.py sizes and biases of a layer that are not served
+    parallelism.py  how tokens reach the ranks of their experts
     activation.py   vLLM's activation functions as ours
     stored.py       the parameters that vLLM's loader fills, and what makes weights of them
     prepared.py     experts of a folder that `moequant prepare` wrote
-    loading.py      vLLM's loader, with every tensor checked
+    checked_tensors.py  tensors of files, in the dtype and shape of their parameters
     single.py       parameters of checkpoints with single experts
     gpt_oss.py      parameters of gpt-oss' stacked experts
-    name.py         what vLLM calls it
+    name.py         what vLLM calls it, and words of several messages
     versions.py     the versions of vLLM, and what differs between them
     method.py       the method of a layer: parameters, packing, and the call
     warm_up.py      kernels of all sizes of calls, compiled before the server is ready

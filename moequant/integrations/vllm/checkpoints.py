@@ -29,10 +29,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from moequant.dialects import find_dialect, get_dialect
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.method import MoequantMoEMethod
-from moequant.integrations.vllm.name import NAME
+from moequant.integrations.vllm.name import NAME, WITHOUT
 from moequant.integrations.vllm.options import read_options
-from moequant.integrations.vllm.refusals import check_served, check_settings
 from moequant.integrations.vllm.scheme import expert_scheme
+from moequant.integrations.vllm.settings import check_served, check_settings
 from moequant.integrations.vllm.versions import name_matching, projections
 from moequant.runtime.activations import MXFP8
 
@@ -226,20 +226,22 @@ def checkpoint_class(config: Mapping[str, Any]) -> type[_OwnExperts]:
     Raises:
         UnsupportedError: there is none.
     """
-    stated = _flat(config)
-    if stated.get("quant_method") == _BY_VLLM:
+    flat = _flat(config)
+    if flat.get("quant_method") == _BY_VLLM:
         return GptOssWithOwnExperts
-    dialect = _dialect_of(stated)
+    dialect = _dialect_of(flat)
     if dialect in _BY_DIALECT:
         return _BY_DIALECT[dialect]
     for candidate in _OF_MODEL_OPTIMIZER if dialect == "modelopt" else ():
-        if candidate.override_quantization_method(stated, None):
+        if candidate.override_quantization_method(flat, None):
             return candidate
+    methods = dict.fromkeys(method for name in _BY_DIALECT for method in get_dialect(name).methods)
     raise UnsupportedError(
-        f"quantization_config has quant_method {stated.get('quant_method')!r} and quant_algo "
-        f"{stated.get('quant_algo')!r}, but --quantization {NAME} serves "
-        f"{', '.join(_BY_DIALECT)}, and modelopt with NVFP4 or MXFP8; convert the model into "
-        "one of these: moequant convert SOURCE OUTPUT --format NAME --dialect NAME"
+        f"quantization_config has quant_method {flat.get('quant_method')!r} and quant_algo "
+        f"{flat.get('quant_algo')!r}, but --quantization {NAME} serves the quant_method "
+        f"{', '.join(methods)}, and modelopt with the quant_algo NVFP4, W4A16_NVFP4 or MXFP8; "
+        "convert the model: moequant convert SOURCE OUTPUT --format NAME --dialect NAME, "
+        f"{WITHOUT}"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
-from moequant.integrations.vllm.loading import as_dtype
+from moequant.integrations.vllm.checked_tensors import as_dtype
 from moequant.integrations.vllm.stored import StoredExperts
 from moequant.runtime import ExpertWeights
 

@@ -25,13 +25,15 @@ from moequant.errors import UnsupportedError
 from moequant.formats import get_format
 from moequant.integrations.vllm.activation import INTERLEAVED, act_fn_named
 from moequant.integrations.vllm.gpt_oss import GptOssExperts
-from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
-from moequant.integrations.vllm.refusals import (
+from moequant.integrations.vllm.layer_limits import (
     check_biases,
     check_blocks,
     check_hidden,
-    sends_tokens,
+    check_router_weights,
 )
+from moequant.integrations.vllm.name import BY_BACKEND, RUNS_EXPERTS
+from moequant.integrations.vllm.parallelism import sends_tokens
+from moequant.integrations.vllm.prepared import PreparedExperts, keeping_nothing
 from moequant.integrations.vllm.single import SingleExperts
 from moequant.integrations.vllm.stored import RankSizes
 from moequant.integrations.vllm.versions import activation_numbers
@@ -109,7 +111,7 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -133,6 +135,11 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             CheckpointError: the prepared folder that was asked for does not fit.
             UnsupportedError: sizes that are not served, or no backend runs the experts.
         """
+        check_router_weights(
+            self.name,
+            on_input=layer.apply_router_weight_on_input,
+            experts_per_token=self.moe.experts_per_token,
+        )
         sizes = RankSizes(
             experts=num_experts,
             hidden=hidden_size,
@@ -310,8 +317,8 @@ class MoequantMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         packed = experts.packed()
         w = packed.workload
         logger.info_once(
-            "moequant runs routed experts in %s (dialect %s, activations %s, E %d, H %d, I %d of "
-            "this rank, %s%s) by its backend %s on %s%s",
+            f"{RUNS_EXPERTS} %s (dialect %s, activations %s, E %d, H %d, I %d of this rank, %s%s) "
+            f"{BY_BACKEND} %s on %s%s",
             w.format,
             self.scheme.dialect.name,
             w.activations,

@@ -6,7 +6,8 @@ vLLM gives that dict to every process and makes it part of the key of its compil
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from reprlib import repr as show
+from typing import TYPE_CHECKING
 
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME
@@ -15,6 +16,8 @@ from moequant.runtime.packing import ACTIVATIONS
 from moequant.runtime.warm_up import MODES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from moequant.runtime.activations import ActivationsChoice
     from moequant.runtime.warm_up import Mode
 
@@ -47,27 +50,26 @@ def read_options(additional_config: object) -> Options:
     given = additional_config.get(NAME, {}) if isinstance(additional_config, dict) else {}
     where = f"--additional-config: {NAME!r}"
     if not isinstance(given, dict):
-        raise UnsupportedError(f"{where} is {given!r}, but must be an object of options")
+        raise UnsupportedError(f"{where} is {show(given)}, but must be an object of options")
     known = [field.name for field in fields(Options)]
     for key in given:
         if key not in known:
-            raise UnsupportedError(f"{where} has {key!r}, but the options are {', '.join(known)}")
-    options: dict[str, Any] = dict(given)
-    backend, activations = options.get("backend"), options.get("activations", "format")
-    if backend is not None and not isinstance(backend, str):
-        raise UnsupportedError(f"{where}: backend is {backend!r}, but must be a name, or null")
-    if activations not in ACTIVATIONS:
+            raise UnsupportedError(
+                f"{where} has {show(key)}, but the options are {', '.join(known)}"
+            )
+    options = Options(**given)
+    if not isinstance(options.backend, str | None):
         raise UnsupportedError(
-            f"{where}: activations is {activations!r}, but must be one of {', '.join(ACTIVATIONS)}"
+            f"{where}: backend is {show(options.backend)}, but must be a name, or null"
         )
-    warm_up = options.get("warm_up", "full")
-    if warm_up not in MODES:
-        raise UnsupportedError(
-            f"{where}: warm_up is {warm_up!r}, but must be one of {', '.join(MODES)}"
-        )
-    prepared = options.get("prepared")
-    if prepared is not None and prepared not in TARGETS:
-        raise UnsupportedError(
-            f"{where}: prepared is {prepared!r}, but must be one of {', '.join(TARGETS)}, or null"
-        )
-    return Options(backend=backend, activations=activations, prepared=prepared, warm_up=warm_up)
+    _check_choice(where, "activations", options.activations, ACTIVATIONS)
+    _check_choice(where, "warm_up", options.warm_up, MODES)
+    _check_choice(where, "prepared", options.prepared, (*TARGETS, None))
+    return options
+
+
+def _check_choice(where: str, option: str, value: object, choices: Iterable[str | None]) -> None:
+    """Raise UnsupportedError if the value is none of the choices; of any JSON type."""
+    if not isinstance(value, str | None) or value not in choices:
+        named = ", ".join("null" if choice is None else choice for choice in choices)
+        raise UnsupportedError(f"{where}: {option} is {show(value)}, but must be one of {named}")

@@ -30,13 +30,13 @@ class ExpertScheme:
     Attributes:
         dialect: of config.json.
         format: name of the format of the weights.
-        stated: a scheme of `moequant.runtime.activations` for activations, where config.json says
-            one that the format does not imply; else None.
+        activations: a scheme of `moequant.runtime.activations`, where config.json says one that
+            the format does not imply; else None.
     """
 
     dialect: Dialect
     format: str
-    stated: str | None = None
+    activations: str | None = None
 
     @property
     def encoding(self) -> Encoding:
@@ -46,18 +46,18 @@ class ExpertScheme:
     @property
     def has_input_scales(self) -> bool:
         """Whether the checkpoint has static scales of activations."""
-        return self.stated in STATIC_SCHEMES
+        return self.activations in STATIC_SCHEMES
 
     def choose(self, asked: ActivationsChoice) -> ActivationsChoice:
         """What "format" stands for, where config.json says more than the format; else as asked."""
-        if asked != "format" or self.stated is None:
+        if asked != "format" or self.activations is None:
             return asked
         # With static scales, the format's own choice takes them.
-        return _CHOICES.get(self.stated, asked)
+        return _CHOICES.get(self.activations, asked)
 
     def uses_input_scales(self, asked: ActivationsChoice) -> bool:
         """Whether the static scales belong to the weights for these activations."""
-        takes = NVFP4 if self.stated == NVFP4_STATIC else "format"
+        takes = NVFP4 if self.activations == NVFP4_STATIC else "format"
         return self.has_input_scales and self.choose(asked) == takes
 
     @property
@@ -78,11 +78,11 @@ def expert_scheme(config: Mapping[str, Any], *, activations: str | None = None) 
         UnsupportedError: a quantization that moequant does not run.
     """
     dialect = find_dialect(config)
-    stated = activations or dialect.activations_reader(config)(_EXPERT)
-    format = dialect.reader(config, weights_only=stated is not None)(_EXPERT)
+    activations = activations or dialect.activations_reader(config)(_EXPERT)
+    format = dialect.reader(config, weights_only=activations is not None)(_EXPERT)
     assert format is not None, "the config is for all modules"
     fp8 = get_dialect("fp8")
     if dialect.name == "fp8-ue8m0" and format in fp8.carried:
         # DeepSeek-V3.1 says E8M0 and stores FP32, which holds both.
         dialect = fp8
-    return ExpertScheme(dialect=dialect, format=format, stated=stated)
+    return ExpertScheme(dialect=dialect, format=format, activations=activations)

@@ -19,7 +19,7 @@ import torch
 
 from moequant.formats import QuantizedWeight, TensorSpec, get_format
 from moequant.formats.base import WHOLE
-from moequant.integrations.vllm.loading import as_stored
+from moequant.integrations.vllm.checked_tensors import as_stored
 from moequant.integrations.vllm.stored import ONE_A_MATRIX, StoredExperts
 from moequant.runtime import ExpertWeights
 
@@ -200,7 +200,8 @@ class SingleExperts(StoredExperts):
 
 
 def _is_number(spec: TensorSpec) -> bool:
-    return all(size == 1 for size in spec.shape)
+    """Whether a tensor holds one number for the weight; a single block's scale is [1, 1]."""
+    return spec.shape in ((), (1,))
 
 
 def _is_logical_shape(spec: TensorSpec) -> bool:

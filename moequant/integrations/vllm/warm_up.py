@@ -70,7 +70,7 @@ def warm_up_smaller(
             hidden_scale=None if hidden_scale is None else hidden_scale[:tokens],
         )
     logger.info(
-        "moequant ran %d calls of 1 to %d tokens, one for each set of kernels, in %.1f s",
+        "moequant ran %d calls for steps of up to %d tokens, one a set of kernels, in %.1f s",
         len(chosen),
         M,
         time.perf_counter() - started,

@@ -7,6 +7,7 @@ test_stand_ins.py compares signatures with vLLM's sources where they are.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import contextmanager
 from enum import Enum
@@ -330,6 +331,7 @@ class FusedMoE(_Layer):
             (num_experts, hidden_size, intermediate_size),
             tp_size,
             Older.MoEActivation(activation),
+            experts_per_token=top_k,
             is_act_and_mul=is_act_and_mul,
             has_bias=has_bias,
             swiglu_limit=swiglu_limit,
@@ -398,6 +400,7 @@ def FusedMoEFactory(  # noqa: N802 (vLLM's name)
         (num_experts, hidden_size, intermediate_size),
         tp_size,
         Newer.MoEActivation(activation),
+        experts_per_token=top_k,
         is_act_and_mul=not activation.endswith("_no_mul"),
         has_bias=has_bias,
         swiglu_limit=swiglu_limit,
@@ -453,6 +456,14 @@ MAKERS = {"0.22.1": "FusedMoE", "0.33.0": "FusedMoEFactory"}
 """What makes a layer."""
 
 
+VARIABLES = ("VLLM_USE_FLASHINFER_MOE_INT4", "VLLM_DEEPEPLL_NVFP4_DISPATCH")
+"""Environment variables that the plug-in asks for, and both versions have."""
+
+
+def _number_of(variable):
+    return int(os.environ.get(variable, "0"))
+
+
 def install(version):
     """Make the modules of a version importable; returns their names."""
     made = {}
@@ -468,6 +479,10 @@ def install(version):
         module.__path__ = []
     made["vllm"].__version__ = version
     made["vllm"].envs = made["vllm.envs"]
-    made["vllm.envs"].VLLM_BATCH_INVARIANT = False
+    envs = made["vllm.envs"]
+    envs.VLLM_BATCH_INVARIANT = False
+    envs.environment_variables = {name: partial(_number_of, name) for name in VARIABLES}
+    envs.is_set = os.environ.__contains__
+    envs.__getattr__ = lambda name: envs.environment_variables[name]()
     sys.modules.update(made)
     return list(made)

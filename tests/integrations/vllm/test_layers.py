@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from moequant.act_fn import RELU2
+from moequant.benchmarks.vllm_log import find_experts
+from moequant.conversion import convert
 from moequant.dialects import REGISTRY
 from moequant.runtime import ExpertWeights, FusedExperts, load_experts
 
@@ -65,6 +67,15 @@ def test_output_equals_that_of_load_experts(engine, converted, format, dialect):
     assert torch.equal(run(layer, *call()), expected(*call()))
     found, wanted = layer.quant_method.experts, expected.packed().workload
     assert found.packed().workload == wanted
+
+
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors", "fp8-ue8m0"])
+def test_a_weight_of_one_block_is_loaded(engine, make_checkpoint, tmp_path, dialect):
+    """Its scale is [1, 1], which is no number for the whole matrix."""
+    source = make_checkpoint(experts=4, hidden=128, intermediate=128, layers=1)
+    path = convert(source, tmp_path / "out", format="fp8_block", dialect=dialect).output
+    layer = engine.loaded(path, hidden_size=128, intermediate_size=128)
+    assert torch.equal(run(layer, *call(hidden=128)), load_experts(path, 0)(*call(hidden=128)))
 
 
 @every_way
@@ -157,8 +168,6 @@ def test_a_last_rank_of_gpt_oss_with_fewer_columns_adds_up(engine, make_checkpoi
 
     The bound is that of two ranks, for 320 terms.
     """
-    from moequant.conversion import convert
-
     source = make_checkpoint(model_type="gpt_oss", hidden=256, intermediate=320)
     path = convert(source, tmp_path / "out", format="mxfp4", dialect="gpt-oss").output
     hidden, weights, ids = call()
@@ -231,6 +240,7 @@ def test_the_backend_is_logged_once_for_equal_layers(engine, converted):
     assert len(set(said)) == 1
     assert "nvfp4 (dialect modelopt, activations none" in said[0]
     assert "backend torch_reference on cpu" in said[0]
+    assert find_experts(said[0], plug_in=True) == "torch_reference"
 
 
 def own_methods(patch, config):

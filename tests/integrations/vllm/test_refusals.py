@@ -59,7 +59,7 @@ def settings(**changed):
 
 
 def check(given, activations="format"):
-    from moequant.integrations.vllm.refusals import check_served
+    from moequant.integrations.vllm.settings import check_served
 
     check_served(NAME, *given, activations=activations)
 
@@ -73,7 +73,6 @@ SETTINGS = {
     "config__lora_config": ({}, "LoRA: leave out --enable-lora"),
     "config__kernel_config__moe_backend": ("marlin", "--moe-backend marlin.* leave it out"),
     "config__weight_transfer_config": ({}, "sent to the server: leave out --weight-transfer"),
-    "config__load_config__load_format": ("sharded_state", "format sharded_state.* own files"),
     "config__model_config__quantization_config": ({}, "while loading: leave out"),
     "config__model_config__enable_sleep_mode": (True, "sleep mode"),
     "config__offload_config__uva__cpu_offload_gb": (4, "offloaded to the host"),
@@ -169,7 +168,7 @@ def test_one_scale_beside_graphs_is_refused_where_a_layer_is_made(engine):
 
 
 def test_tokens_that_would_be_padded_are_refused(engine):
-    from moequant.integrations.vllm.refusals import check_hidden
+    from moequant.integrations.vllm.layer_limits import check_hidden
 
     check_hidden(NAME, 3072, 3072, "deepep_low_latency")
     with pytest.raises(UnsupportedError, match="tokens of 3072 columns and not of 2880"):
@@ -186,7 +185,7 @@ def test_a_setting_that_is_not_served_is_refused(engine, place):
 @pytest.mark.parametrize("place", SETTINGS)
 def test_settings_are_refused_by_any_layer(engine, place):
     """Some models of vLLM make no layer of routed experts where settings say so."""
-    from moequant.integrations.vllm.refusals import check_settings
+    from moequant.integrations.vllm.settings import check_settings
 
     value, says = SETTINGS[place]
     _, config = settings()
@@ -210,6 +209,55 @@ def test_batch_invariance_is_refused(engine, monkeypatch):
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     with pytest.raises(UnsupportedError, match="leave out VLLM_BATCH_INVARIANT"):
         check(settings())
+
+
+@pytest.mark.parametrize(
+    "variable", ["VLLM_USE_FLASHINFER_MOE_INT4", "VLLM_DEEPEPLL_NVFP4_DISPATCH"]
+)
+def test_variables_that_choose_experts_of_vllm_are_refused(engine, monkeypatch, variable):
+    monkeypatch.setenv(variable, "0")
+    check(settings())
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(UnsupportedError, match=f"{variable}, which chooses among experts of vLLM"):
+        check(settings())
+
+
+def test_a_variable_that_this_version_lacks_says_nothing(engine, monkeypatch):
+    of_other = {"0.22.1": "VLLM_B12X_MOE_FP4_FORCE_A16", "0.33.0": "VLLM_USE_FLASHINFER_MOE_FP4"}
+    variable = of_other[engine.version]
+    monkeypatch.setenv(variable, "1")
+    check(settings())
+
+
+FORMAT = "config__load_config__load_format"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "safetensors", "runai_streamer"])
+def test_formats_of_the_checkpoints_own_files_are_served(engine, load_format):
+    check(settings(**{FORMAT: load_format}))
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["sharded_state", "runai_streamer_sharded", "tensorizer", "modelexpress", "ipc_cache", "other"],
+)
+def test_other_load_formats_are_refused(engine, load_format):
+    with pytest.raises(UnsupportedError, match=f"--load-format {load_format}, .*own files, by one"):
+        check(settings(**{FORMAT: load_format}))
+
+
+def test_what_to_do_without_the_plug_in_is_said_once(engine):
+    with pytest.raises(UnsupportedError) as caught:
+        check(settings(config__lora_config={}, **{FORMAT: "tensorizer"}))
+    assert str(caught.value).count("start without --quantization moequant") == 1
+    assert str(caught.value).endswith(", or start without --quantization moequant")
+
+
+def test_router_weights_on_the_input_of_several_experts_are_refused(engine):
+    config = quantized("fp8_block", "fp8")
+    engine.layer(config, top_k=1, apply_router_weight_on_input=True)
+    with pytest.raises(UnsupportedError, match="with 2 experts per token, but"):
+        engine.layer(config, top_k=2, apply_router_weight_on_input=True)
 
 
 def test_zero_experts_are_refused_where_tokens_are_gathered(engine):
@@ -316,12 +364,20 @@ def test_unknown_options_are_refused(engine, options, says):
 @pytest.mark.parametrize(
     ("config", "model_type", "says"),
     [
-        ({"quant_method": "awq"}, "qwen3_moe", "quant_method 'awq' .* serves fp8,"),
+        (
+            {"quant_method": "awq"},
+            "qwen3_moe",
+            "quant_method 'awq' .* serves the quant_method fp8,",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "qwen3_moe", "quant_algo 'FP8', but"),
         ({"quant_method": "mxfp4"}, "qwen3_moe", "gpt-oss of a qwen3_moe model.*gpt_oss only"),
         ({"quant_method": "fp8"}, "deepseek_v4", "does not serve deepseek_v4"),
         ({"quant_method": "fp8"}, "deepseek_v41_text", "does not serve deepseek_v41_text"),
-        ({"quant_method": "moequant"}, "qwen3_moe", "serves fp8, compressed-tensors, gpt-oss"),
+        (
+            {"quant_method": "moequant"},
+            "qwen3_moe",
+            "compressed-tensors, compressed_tensors, mxfp4, and modelopt with .* W4A16_NVFP4",
+        ),
     ],
 )
 def test_unknown_checkpoints_are_refused_where_vllm_asks(engine, config, model_type, says):

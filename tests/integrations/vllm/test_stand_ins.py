@@ -38,6 +38,19 @@ SAME = {
     "RoutedExperts._map_global_expert_id_to_local_expert_id": None,
 }
 """Where vLLM has them; None: where it has the layer."""
+LACKED = {
+    "0.22.1": {"VLLM_B12X_MOE_FP4_FORCE_A16"},
+    "0.33.0": {
+        "VLLM_FLASHINFER_MOE_BACKEND",
+        "VLLM_USE_FLASHINFER_MOE_FP16",
+        "VLLM_USE_FLASHINFER_MOE_FP4",
+        "VLLM_USE_FLASHINFER_MOE_FP8",
+        "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+        "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
+        "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
+    },
+}
+"""Variables that the plug-in asks for and a version does not have."""
 METHODS = ("apply", "maybe_roundup_sizes", "process_weights_after_loading")
 
 
@@ -75,7 +88,7 @@ FIELDS = {
     ("config/offload.py", "UVAOffloadConfig"): ("cpu_offload_gb",),
     ("config/offload.py", "PrefetchOffloadConfig"): ("offload_group_size",),
     (f"{_MOE}/config.py", "FusedMoEConfig"): (
-        "moe_parallel_config", "activation", "has_bias", "in_dtype",
+        "moe_parallel_config", "activation", "has_bias", "in_dtype", "experts_per_token",
     ),
     (f"{_MOE}/config.py", "FusedMoEParallelConfig"): (
         "tp_size", "dp_size", "pcp_size", "enable_eplb", "all2all_backend", "use_all2all_kernels",
@@ -262,7 +275,12 @@ def test_fields_of_a_layer_that_the_plug_in_reads_are_vllms(sources):
 
 
 def test_variables_that_the_plug_in_reads_are_vllms(sources):
-    assert "VLLM_BATCH_INVARIANT: bool" in (sources.folder / "envs.py").read_text("utf-8")
+    from moequant.integrations.vllm import settings
+
+    text = (sources.folder / "envs.py").read_text("utf-8")
+    assert "VLLM_BATCH_INVARIANT: bool" in text
+    known = {name for name in settings._CHOOSE_EXPERTS if f"    {name}: " in text}
+    assert known == set(settings._CHOOSE_EXPERTS) - LACKED[sources.version]
 
 
 def test_one_version_alone_loads_layers_past_their_parameters(sources):
@@ -272,17 +290,23 @@ def test_one_version_alone_loads_layers_past_their_parameters(sources):
 
 
 def test_names_of_models_and_load_formats_are_vllms(sources, engine):
-    from moequant.integrations.vllm import checkpoints, refusals
+    from moequant.integrations.vllm import checkpoints, settings
 
-    formats = (sources.folder / "model_executor/model_loader/__init__.py").read_text("utf-8")
-    assert all(f'"{name}"' in formats for name in refusals._PACKED_BEFORE)
+    text = (sources.folder / "model_executor/model_loader/__init__.py").read_text("utf-8")
+    loaders = dict(re.findall(r'"(\w+)": (\w+Loader)', text))
+    served = {name: loaders[name] for name in settings._FROM_FILES}
+    by_files = {"DefaultModelLoader", "DummyModelLoader", "RunaiModelStreamerLoader"}
+    assert set(served.values()) == by_files
+    assert {name for name, loader in loaders.items() if loader in by_files} == set(served)
     if sources.version == "0.33.0":
         models = [*(sources.folder / "models").rglob("*.py")]
         texts = [file.read_text("utf-8") for file in models]
         texts += [(sources.folder / "transformers_utils/config.py").read_text("utf-8")]
+        ling = sources.folder / "model_executor/models/bailing_moe_v3.py"
+        assert ".store_dtype" in ling.read_text("utf-8")
         for name in checkpoints._WITH_OWN_NVFP4:
             assert any(f"{name}=" in t or f'model_type = "{name}"' in t for t in texts), name
-        assert any(refusals._MTP_ALGORITHM in text for text in texts)
+        assert any(settings._MTP_ALGORITHM in text for text in texts)
 
 
 def test_one_version_alone_pads_for_sequence_parallelism(sources):

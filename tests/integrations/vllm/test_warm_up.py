@@ -123,7 +123,7 @@ def test_it_says_how_many_calls_it_ran(engine, converted, calls, monkeypatch):
     run(layer, 40)
     (line,) = said
     assert line.startswith(
-        "moequant ran 3 calls of 1 to 40 tokens, one for each set of kernels, in "
+        "moequant ran 3 calls for steps of up to 40 tokens, one a set of kernels, in "
     )
 
 
