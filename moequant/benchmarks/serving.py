@@ -28,22 +28,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moequant.benchmarks.one_serving import (
+from moequant.benchmarks.random_models import random_model
+from moequant.benchmarks.serving_engines import ENGINES
+from moequant.benchmarks.serving_process import LOG_END, run_job, run_or_raise
+from moequant.benchmarks.serving_setup import (
     FIRST_TOKENS,
     PREFILL_PROMPTS,
     PROMPT_TOKENS,
-    max_tokens,
+    Setup,
     mean_context,
 )
-from moequant.benchmarks.random_models import random_model
-from moequant.benchmarks.serving_engines import ENGINES, Setup
-from moequant.benchmarks.serving_process import LOG_END, run_or_raise, run_step
 from moequant.benchmarks.shapes import model_name
 from moequant.benchmarks.step_floor import StepFloor
 from moequant.benchmarks.vllm_log import add_cause, find_experts
 from moequant.conversion import convert
 from moequant.errors import ArgumentError, unknown_name
 from moequant.integrations.tokenizer import vocabulary_size
+from moequant.integrations.vllm.name import NAME as PLUG_IN
 from moequant.progress import SilentProgress
 from moequant.runtime.activations import FP8_TENSOR
 from moequant.storage.checkpoint import Checkpoint
@@ -82,18 +83,18 @@ class ServingMeasure:
         timeout_s: seconds after which an engine is given up.
     """
 
-    engines: Sequence[str] = ("vllm", "vllm+moequant", "transformers", "moequant")
-    batches: Sequence[int] = (1, 8, 32, 128)
-    prefill_tokens: int = 8192
-    steps: int = 128
-    rounds: int = 3
-    device: str = "cuda"
-    activations: ActivationsChoice = "format"
-    attention_backend: str | None = None
-    tensor_parallel: int = 1
-    expert_parallel: bool = False
-    profile: bool = False
-    timeout_s: float = 600.0
+    engines: Sequence[str]
+    batches: Sequence[int]
+    prefill_tokens: int
+    steps: int
+    rounds: int
+    device: str
+    activations: ActivationsChoice
+    attention_backend: str | None
+    tensor_parallel: int
+    expert_parallel: bool
+    profile: bool
+    timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +193,7 @@ def _check(
             "there is nothing to time; give a folder with a checkpoint, or --shape NAME for random "
             "weights"
         )
-    for name in measure.engines:
-        if name not in ENGINES:
-            raise ArgumentError(unknown_name("engine", name, ENGINES))
+    _check_engines(measure)
     if measure.device not in ("cuda", "cpu"):
         raise ArgumentError(f"device {measure.device!r}, but engines are timed on cuda or cpu")
     if measure.prefill_tokens < PREFILL_PROMPTS or measure.prefill_tokens % PREFILL_PROMPTS:
@@ -207,15 +206,21 @@ def _check(
             f"a profile is of a GPU, but engines are to be timed on {measure.device}; leave out "
             "--profile, or choose --device cuda"
         )
-    if measure.activations == FP8_TENSOR and "vllm+moequant" in measure.engines:
-        raise ArgumentError(
-            f"activations {FP8_TENSOR} are not served by vllm+moequant, which pads steps for CUDA "
-            "graphs; choose others, such as fp8_token, or other engines"
-        )
     for path in checkpoints:
         Checkpoint.open(path)
     if random_source is not None:
         random_model(random_source.shape).resized(random_source.layers, random_source.vocabulary)
+
+
+def _check_engines(measure: ServingMeasure) -> None:
+    for name in measure.engines:
+        if name not in ENGINES:
+            raise ArgumentError(unknown_name("engine", name, ENGINES))
+        if measure.activations == FP8_TENSOR and ENGINES[name].uses_plug_in:
+            raise ArgumentError(
+                f"activations {FP8_TENSOR} are not served by {name}, which pads steps for CUDA "
+                "graphs; choose others, such as fp8_token, or other engines"
+            )
 
 
 def _checkpoints(
@@ -262,9 +267,8 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
         device=measure.device,
         activations=measure.activations,
         batches=tuple(measure.batches),
-        max_tokens=max_tokens(measure.steps, measure.prefill_tokens),
+        steps=measure.steps,
         prefill_tokens=measure.prefill_tokens,
-        prefill_prompts=PREFILL_PROMPTS,
         attention_backend=measure.attention_backend,
         tensor_parallel=measure.tensor_parallel,
         expert_parallel=measure.expert_parallel,
@@ -272,19 +276,19 @@ def _time(engine: str, path: Path, place: Path, measure: ServingMeasure) -> dict
     request = {
         "engine": engine,
         "setup": asdict(setup),
-        "steps": measure.steps,
         "rounds": measure.rounds,
         "vocabulary": vocabulary_size(Checkpoint.open(path).config, path),
         "profile": measure.profile,
     }
-    plug_in = engine == "vllm+moequant"
-    found, log = run_step(
+    plug_in = ENGINES[engine].uses_plug_in
+    found, log = run_job(
         "engine",
         request,
         place,
         what=engine,
         timeout_s=measure.timeout_s,
-        plugins="moequant" if plug_in else "",
+        # Its entry point has the same name.
+        plugins=PLUG_IN if plug_in else "",
     )
     if "error" in found:
         return {"error": add_cause(found["error"], log), "log": log[-LOG_END:]}

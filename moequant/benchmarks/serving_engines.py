@@ -1,87 +1,81 @@
 """The engines that `moequant bench serve` compares, each run in a process of its own.
 
-vllm            vLLM by itself
-vllm+moequant   vLLM with the plug-in, `quantization="moequant"`
-transformers    transformers by itself, as `from_pretrained` loads the checkpoint
-moequant        `load_model`: transformers' model with our experts, static cache and CUDA graphs
+vllm               vLLM by itself
+vllm+moequant      vLLM with the plug-in, `quantization="moequant"`
+transformers       transformers by itself, as `from_pretrained` loads the checkpoint
+moequant           `load_model`: transformers' model with our experts, static cache and CUDA graphs
+moequant+compile   the same, with steps of decoding by torch.compile
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
 from moequant.benchmarks.device_profile import DeviceProfile, profile_call
+from moequant.benchmarks.serving_setup import PREFILL_PROMPTS
 from moequant.benchmarks.vllm_worker import ProfiledWorker
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME as PLUG_IN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from transformers import Cache, PreTrainedModel
 
-    from moequant.runtime.activations import ActivationsChoice
+    from moequant.benchmarks.serving_setup import Setup
 
-    Prompts = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """How an engine is started.
-
-    Attributes:
-        checkpoint: a folder.
-        device: "cuda", or "cpu" for transformers and moequant.
-        activations: of our experts, see `FusedExperts`.
-        batches: numbers of sequences that are decoded at once.
-        max_tokens: most tokens of a sequence, prompt and answer.
-        prefill_tokens: most tokens of prompts in one step.
-        prefill_prompts: their number.
-        attention_backend: of vLLM; None for its choice.
-        tensor_parallel: number of GPUs, in vLLM only.
-        expert_parallel: whether these divide experts, and not their rows.
-    """
-
-    checkpoint: str
-    device: str
-    activations: ActivationsChoice
-    batches: Sequence[int]
-    max_tokens: int
-    prefill_tokens: int
-    prefill_prompts: int
-    attention_backend: str | None
-    tensor_parallel: int
-    expert_parallel: bool
+    PromptIds = Sequence[Sequence[int]]
 
 
 class Engine(ABC):
     """A model in an engine."""
 
+    color: ClassVar[str]
+    """Of its bars in plots, as in SVG."""
+    uses_plug_in: ClassVar[bool] = False
+    """Whether its process has to load our plug-in for vLLM."""
     version: str
     experts: str | None = None
     """What computes the experts, if the engine says so; vLLM's log does."""
 
-    def prepare(self, max_tokens: int) -> None:
-        """Told before calls of another number of prompts, of the tokens with the longest answer."""
+    @abstractmethod
+    def __init__(self, setup: Setup) -> None:
+        """Start the engine with a checkpoint.
+
+        Raises:
+            UnsupportedError: the engine is not installed, or cannot run as `setup` asks.
+        """
+
+    def prepare(self, sequences: int, max_tokens: int) -> None:
+        """Told before calls of another number of prompts, or of longer ones.
+
+        Args:
+            sequences: number of prompts in each of these calls.
+            max_tokens: most tokens of each, prompt and answer.
+
+        Raises:
+            MoequantError: the device has too little memory free for their keys and values.
+        """
         return
 
     @abstractmethod
-    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+    def generate(self, prompts: PromptIds, new_tokens: int) -> None:
         """Continue all prompts, of one length, by exactly `new_tokens` greedy tokens, and wait."""
 
-    def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
+    def profile(self, prompts: PromptIds, new_tokens: int) -> DeviceProfile:
         """What `generate` runs on the GPU, of several on the first."""
         return profile_call(partial(self.generate, prompts, new_tokens))
 
 
 class Vllm(Engine):
     """vLLM as it starts by default: CUDA graphs, torch.compile, and a process of its own."""
+
+    color = "#9aa5b1"
 
     def __init__(self, setup: Setup) -> None:
         if find_spec("vllm") is None:
@@ -99,7 +93,7 @@ class Vllm(Engine):
             dtype="bfloat16",
             max_model_len=setup.max_tokens,
             max_num_batched_tokens=max(setup.prefill_tokens, setup.max_tokens),
-            max_num_seqs=max(*setup.batches, setup.prefill_prompts),
+            max_num_seqs=max(*setup.batches, PREFILL_PROMPTS),
             # The batches that are timed, of those that vLLM would capture: it starts sooner.
             compilation_config={"cudagraph_capture_sizes": sorted(set(setup.batches))},
             # Otherwise a prompt that comes twice would be read once.
@@ -116,7 +110,7 @@ class Vllm(Engine):
     def _options(self, setup: Setup) -> dict[str, Any]:
         return {}
 
-    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+    def generate(self, prompts: PromptIds, new_tokens: int) -> None:
         """See `Engine`."""
         sampling = self._sampling(
             temperature=0.0, max_tokens=new_tokens, detokenize=False, ignore_eos=True
@@ -128,7 +122,7 @@ class Vllm(Engine):
         self._llm.wake_up(tags=["scheduling"])
         self._llm.wait_for_completion(use_tqdm=False)
 
-    def profile(self, prompts: Prompts, new_tokens: int) -> DeviceProfile:
+    def profile(self, prompts: PromptIds, new_tokens: int) -> DeviceProfile:
         """See `Engine`; GPUs are used by processes of vLLM's, and all of these are profiled."""
         self._llm.collective_rpc(ProfiledWorker.moequant_start_profile.__name__)
         try:
@@ -141,6 +135,9 @@ class Vllm(Engine):
 class VllmWithPlugIn(Vllm):
     """vLLM with our experts; the environment must let it load the plug-in."""
 
+    color = "#1f6feb"
+    uses_plug_in = True
+
     def _options(self, setup: Setup) -> dict[str, Any]:
         # Calls of the sizes that are timed come before they are timed.
         options = {PLUG_IN: {"activations": setup.activations, "warm_up": "skip"}}
@@ -149,6 +146,8 @@ class VllmWithPlugIn(Vllm):
 
 class Transformers(Engine):
     """transformers' own model and `generate`."""
+
+    color = "#d9a441"
 
     def __init__(self, setup: Setup) -> None:
         from moequant.integrations.transformers_library import import_transformers
@@ -172,7 +171,7 @@ class Transformers(Engine):
         self.experts = getattr(model.config, "_experts_implementation", None)
         return cast("PreTrainedModel", model.eval())
 
-    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+    def generate(self, prompts: PromptIds, new_tokens: int) -> None:
         """See `Engine`."""
         from moequant.integrations.generation_settings import only_settings
 
@@ -195,6 +194,7 @@ class Transformers(Engine):
 class OurModel(Transformers):
     """A transformers model with our experts, in one static cache for all calls of a batch size."""
 
+    color = "#2da44e"
     _cache: Cache | None = None
 
     def _load(self, setup: Setup) -> PreTrainedModel:
@@ -213,21 +213,21 @@ class OurModel(Transformers):
         self.experts = ", ".join(sorted({module.chosen_backend() for module in fused}))
         return model
 
-    def prepare(self, max_tokens: int) -> None:
+    def prepare(self, sequences: int, max_tokens: int) -> None:
         """See `Engine`."""
         from moequant.integrations.decoding import decoder_of
         from moequant.integrations.static_cache import cache_argument, static_cache
 
         self._cache, self._arguments = None, {}
         if decoder_of(self.model) is not None:
-            self._cache = static_cache(self.model, max_tokens)
+            self._cache = static_cache(self.model, max_tokens, sequences=sequences)
             self._arguments = {cache_argument(): self._cache}
         self._fields = self._compile_fields()
 
     def _compile_fields(self) -> dict[str, Any]:
         return {}
 
-    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+    def generate(self, prompts: PromptIds, new_tokens: int) -> None:
         """See `Engine`."""
         if self._cache is not None:
             self._cache.reset()
@@ -237,13 +237,15 @@ class OurModel(Transformers):
 class OurCompiledModel(OurModel):
     """The same by torch.compile."""
 
+    color = "#116329"
+
     def _compile_fields(self) -> dict[str, Any]:
         from moequant.integrations.generation import compile_config
 
         return {"compile_config": compile_config(self.model)}
 
 
-ENGINES: dict[str, Callable[[Setup], Engine]] = {
+ENGINES: dict[str, type[Engine]] = {
     "vllm": Vllm,
     "vllm+moequant": VllmWithPlugIn,
     "transformers": Transformers,

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moequant.benchmarks.serving_engines import ENGINES
 from moequant.svg import legend, picture, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_COLORS = {
-    "vllm": "#9aa5b1",
-    "vllm+moequant": "#1f6feb",
-    "transformers": "#d9a441",
-    "moequant": "#2da44e",
-    "moequant+compile": "#116329",
-}
 _BAR, _GAP, _HEIGHT = 18, 22, 200
 """Widths of a bar and of the gap between batches, and height of a full share, in pixels."""
 _LEFT, _TOP, _BOTTOM, _LEGEND = 60, 40, 46, 26
@@ -32,7 +26,7 @@ def plot_serving(document: Mapping[str, Any]) -> str:
     group = len(names) * _BAR + _GAP
     width = max(_LEFT + len(document["batches"]) * group + _GAP, _LEFT + 130 * len(names))
     panel = _TOP + _HEIGHT + _BOTTOM
-    parts = list(legend({name: _COLORS[name] for name in names}, _LEFT))
+    parts = list(legend({name: ENGINES[name].color for name in names}, _LEFT))
     for index, row in enumerate(rows):
         parts.append(f'<g transform="translate(0 {_LEGEND + index * panel})">')
         parts += _panel(row, document["batches"], names, width, group)
@@ -56,7 +50,7 @@ def _panel(
         for index, name in enumerate(names):
             if name in timed:
                 step = next(s for s in timed[name]["decode"] if s["batch"] == batch)
-                yield from _bar(left + index * _BAR, base, step, _COLORS[name])
+                yield from _bar(left + index * _BAR, base, step, ENGINES[name].color)
         middle = left + len(names) * _BAR / 2
         floor = row["floor_ms"][str(batch)]
         yield text(middle, base + 16, f"batch {batch}", anchor="middle")

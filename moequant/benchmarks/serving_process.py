@@ -1,4 +1,4 @@
-"""Run a step of `one_serving` in a process of its own, and end all that it started."""
+"""Run a job of `serving_job` in a process of its own, and end all that it started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOG_END = 2000
-"""Characters of a failed step's output that are kept."""
+"""Characters of a failed job's output that are kept."""
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -29,25 +29,25 @@ _ENVIRONMENT = {
 }
 """Of every process: vLLM's log says who runs the experts, and nothing uses the network."""
 _WHAT = {"machine": "measuring this machine", "model": "writing the model of random weights"}
-"""What errors call the steps that belong to no engine."""
+"""What errors call the jobs that belong to no engine."""
 
 
 def run_or_raise(
-    step: str, request: Mapping[str, Any], place: Path, *, timeout_s: float
+    job: str, request: Mapping[str, Any], place: Path, *, timeout_s: float
 ) -> dict[str, Any]:
-    """Run a step that belongs to no engine; returns what it found.
+    """Run a job that belongs to no engine; returns what it found.
 
     Args:
-        step: "machine" or "model".
-        request: as for `run_step`.
+        job: "machine" or "model".
+        request: as for `run_job`.
         place: likewise.
         timeout_s: likewise.
 
     Raises:
-        UnsupportedError: the step refused what it was asked for, such as a device.
+        UnsupportedError: the job refused what it was asked for, such as a device.
         MoequantError: it failed, or did not end in time.
     """
-    found, log = run_step(step, request, place, what=_WHAT[step], timeout_s=timeout_s)
+    found, log = run_job(job, request, place, what=_WHAT[job], timeout_s=timeout_s)
     if found.get("unsupported"):
         raise UnsupportedError(found["error"])
     if "error" in found:
@@ -57,8 +57,8 @@ def run_or_raise(
     return found
 
 
-def run_step(
-    step: str,
+def run_job(
+    job: str,
     request: Mapping[str, Any],
     place: Path,
     *,
@@ -66,23 +66,23 @@ def run_step(
     timeout_s: float,
     plugins: str = "",
 ) -> tuple[dict[str, Any], str]:
-    """Run a step of `one_serving` in a new process; returns what it found, and what it printed.
+    """Run a job of `serving_job` in a new process; returns what it found, and what it printed.
 
     What it found has the key `error` if it failed or did not end in time.
 
     Args:
-        step: its name.
+        job: its name.
         request: what it is given.
         place: an existing folder for files.
         what: what errors call it, such as the name of the engine.
         timeout_s: seconds after which it is ended, with all processes that it started.
         plugins: value of VLLM_PLUGINS; empty loads none.
     """
-    files = [place / f"{step}.{name}" for name in ("request.json", "result.json", "log")]
+    files = [place / f"{job}.{name}" for name in ("request.json", "result.json", "log")]
     asked, told, log = files
     asked.write_text(json.dumps(request))
     told.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "moequant.benchmarks.one_serving", step, str(asked), str(told)]
+    command = [sys.executable, "-m", "moequant.benchmarks.serving_job", job, str(asked), str(told)]
     environment = {**os.environ, **_ENVIRONMENT, "VLLM_PLUGINS": plugins}
     with log.open("wb") as output:
         # A session of its own, because engines start processes, which must end with it.

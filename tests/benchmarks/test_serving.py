@@ -10,15 +10,21 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from moequant.benchmarks import one_serving, serving, serving_process
+from moequant.benchmarks import serving, serving_job, serving_process
 from moequant.benchmarks.device_profile import DeviceProfile
 from moequant.benchmarks.random_models import MODELS, RandomModel
 from moequant.benchmarks.serving import RandomSource, ServingMeasure, bench_serving, failures
-from moequant.benchmarks.serving_engines import Setup
+from moequant.benchmarks.serving_engines import ENGINES, Engine
 from moequant.benchmarks.serving_plot import plot_serving
+from moequant.benchmarks.serving_setup import Setup
 from moequant.conversion import convert
 from moequant.errors import ArgumentError, CheckpointError, MoequantError
 
+USUAL = {
+    "engines": ("vllm", "moequant"), "batches": (1, 8), "prefill_tokens": 8192, "steps": 128,
+    "rounds": 3, "device": "cuda", "activations": "format", "attention_backend": None,
+    "tensor_parallel": 1, "expert_parallel": False, "profile": False, "timeout_s": 600.0,
+}  # fmt: skip
 SMALL = {
     "engines": ("moequant", "transformers"), "batches": (1, 2), "prefill_tokens": 16, "steps": 64,
     "rounds": 3, "device": "cpu",
@@ -80,6 +86,11 @@ class LLM:
 '''
 
 
+def measuring(**options):
+    """What to measure: `options`, and what is usual."""
+    return ServingMeasure(**{**USUAL, **options})
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch):
     """Processes of several tests share few cores."""
@@ -110,7 +121,7 @@ def vllm(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_source_is_timed_by_transformers_alone(models):
-    document = bench_serving([models[0]], None, ServingMeasure(**SMALL))
+    document = bench_serving([models[0]], None, measuring(**SMALL))
     (source,) = document["checkpoints"]
     (ours, theirs) = source["engines"]
     assert "no quantization_config" in ours["error"]
@@ -120,7 +131,7 @@ def test_a_source_is_timed_by_transformers_alone(models):
 
 
 def test_our_model_and_transformers_are_timed_on_a_cpu(models):
-    document = bench_serving([models[1]], None, ServingMeasure(**SMALL))
+    document = bench_serving([models[1]], None, measuring(**SMALL))
     (converted,) = document["checkpoints"]
     assert document["read_tb_per_s"] > 0
     assert (document["expert_parallel"], document["attention_backend"]) == (False, None)
@@ -140,7 +151,7 @@ def test_our_model_and_transformers_are_timed_on_a_cpu(models):
 
 
 def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
-    measure = ServingMeasure(
+    measure = measuring(
         engines=("vllm", "vllm+moequant"), batches=(1, 4), rounds=1, steps=100,
         activations="fp8_token", attention_backend="TRITON_ATTN", tensor_parallel=2,
         expert_parallel=True,
@@ -189,7 +200,7 @@ def test_vllm_is_timed_by_itself_and_with_the_plug_in(models, vllm):
 def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, kind, reason):
     # Its name tells the stand-in what to do.
     copied = shutil.copytree(models[1], tmp_path / kind)
-    measure = ServingMeasure(
+    measure = measuring(
         engines=("vllm+moequant",), batches=(1,), rounds=3, steps=64, prefill_tokens=8, timeout_s=8
     )
     started = time.monotonic()
@@ -204,11 +215,11 @@ def test_an_engine_that_fails_is_named_with_its_reason(models, vllm, tmp_path, k
 def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
     asked = []
 
-    def fake(step, request, place, *, what, timeout_s, plugins=""):
-        asked.append((step, request))
-        if step == "machine":
+    def fake(job, request, place, *, what, timeout_s, plugins=""):
+        asked.append((job, request))
+        if job == "machine":
             return {"machine": {}, "read_tb_per_s": 1.0}, ""
-        if step == "model":
+        if job == "model":
             whole = MODELS["qwen3-30b"]
             sizes = {
                 "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4,
@@ -225,18 +236,18 @@ def test_a_random_model_is_written_converted_and_timed(monkeypatch, tmp_path):
         }, ""  # fmt: skip
 
     for module in (serving, serving_process):
-        monkeypatch.setattr(module, "run_step", fake)
+        monkeypatch.setattr(module, "run_job", fake)
     source = RandomSource(
         shape="qwen3-30b", layers=2, vocabulary=128, formats=("mxfp4", "bf16", "fp8_block")
     )
-    measure = ServingMeasure(engines=("vllm", "moequant"), batches=(1,))
+    measure = measuring(engines=("vllm", "moequant"), batches=(1,))
     document = bench_serving([], source, measure, folder=tmp_path)
     names = [row["name"] for row in document["checkpoints"]]
     assert names == [f"qwen3-30b, 2 layers, {f}" for f in ("mxfp4", "bf16", "fp8_block")]
     mxfp4, bf16, fp8 = (row["floor_ms"]["1"] for row in document["checkpoints"])
     assert mxfp4 < fp8 < bf16
-    assert [step for step, _ in asked] == ["machine", "model", *["engine"] * 6]
-    assert all(request["vocabulary"] == 128 for step, request in asked if step == "engine")
+    assert [job for job, _ in asked] == ["machine", "model", *["engine"] * 6]
+    assert all(request["vocabulary"] == 128 for job, request in asked if job == "engine")
     assert not list(tmp_path.iterdir())
 
 
@@ -244,7 +255,7 @@ def test_a_device_that_cannot_be_measured_ends_it(models):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(MoequantError, match="device 'cuda' cannot be used"):
-        bench_serving([models[1]], None, ServingMeasure())
+        bench_serving([models[1]], None, measuring())
 
 
 @pytest.mark.parametrize(
@@ -258,22 +269,22 @@ def test_a_device_that_cannot_be_measured_ends_it(models):
 )
 def test_wrong_choices_are_refused_before_anything_runs(models, options, message):
     with pytest.raises(ArgumentError, match=message):
-        bench_serving([models[1]], None, ServingMeasure(**options))
+        bench_serving([models[1]], None, measuring(**options))
 
 
 def test_nothing_to_time_and_no_checkpoint_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match="nothing to time"):
-        bench_serving([], None, ServingMeasure())
+        bench_serving([], None, measuring())
     with pytest.raises(CheckpointError):
-        bench_serving([tmp_path], None, ServingMeasure())
+        bench_serving([tmp_path], None, measuring())
     source = RandomSource(shape="qwen9", layers=1, vocabulary=None, formats=("mxfp4",))
     with pytest.raises(ArgumentError, match="unknown model 'qwen9'"):
-        bench_serving([], source, ServingMeasure())
+        bench_serving([], source, measuring())
 
 
 def test_one_scale_for_all_tokens_is_refused_for_the_plug_in_before_anything_is_timed():
     source = RandomSource(shape="qwen3-30b", layers=1, vocabulary=None, formats=("fp8_channel",))
-    measure = ServingMeasure(activations="fp8_tensor", engines=("moequant", "vllm+moequant"))
+    measure = measuring(activations="fp8_tensor", engines=("moequant", "vllm+moequant"))
     with pytest.raises(ArgumentError, match=r"fp8_tensor are not served by vllm.moequant"):
         bench_serving([], source, measure)
 
@@ -305,6 +316,22 @@ def test_the_plot_has_a_bar_for_every_figure():
     assert "floor 0.50 ms" in texts
 
 
+def test_every_engine_has_a_color_of_its_own_in_the_plot():
+    document = {
+        "batches": [1],
+        "checkpoints": [
+            {
+                "name": "a model",
+                "floor_ms": {"1": 0.5},
+                "engines": [{"engine": name, "error": "none"} for name in ENGINES],
+            }
+        ],
+    }
+    root = ElementTree.fromstring(plot_serving(document))  # noqa: S314 - our own
+    colors = [e.get("fill") for e in root.iter() if e.tag.endswith("rect") and e.get("x")]
+    assert len(set(colors)) == len(ENGINES)
+
+
 def test_drawing_prompts_is_not_timed():
     events = []
 
@@ -313,12 +340,15 @@ def test_drawing_prompts_is_not_timed():
             events.append("draw")
             return [[len(events)] * length] * batch
 
-    class Engine:
+    class Fake(Engine):
+        def __init__(self):
+            pass
+
         def generate(self, prompts, new_tokens):
             events.append((prompts[0][0], len(prompts), len(prompts[0]), new_tokens))
 
-    assert one_serving._least_s(Engine(), Drawn(), 2, 3, new_tokens=4, rounds=2) >= 0
-    assert events == ["draw"] * 3 + [(n, 2, 3, 4) for n in (1, 2, 3)]
+    assert serving_job._prefill_s(Fake(), Drawn(), 3, rounds=2) >= 0
+    assert events == ["draw"] * 3 + [(n, 8, 3, 1) for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("gpus", "times"), [(1, 1), (2, 3)])
@@ -327,16 +357,18 @@ def test_profiles_are_made_of_each_batch_and_the_prefill_after_all_is_timed(
 ):
     calls = []
 
-    class Engine:
+    class Fake(Engine):
         version, experts = "1", "ours"
 
         def __init__(self, setup):
             pass
 
-        def prepare(self, max_tokens):
-            pass
+        def prepare(self, sequences, max_tokens):
+            self.prepared = sequences, max_tokens
 
         def generate(self, prompts, new_tokens):
+            assert len(prompts) == self.prepared[0]
+            assert len(prompts[0]) + new_tokens <= self.prepared[1]
             calls.append((len(prompts), len(prompts[0]), new_tokens))
             time.sleep(1e-4 * new_tokens)
 
@@ -351,24 +383,24 @@ def test_profiles_are_made_of_each_batch_and_the_prefill_after_all_is_timed(
             )
 
     profiled = []
-    monkeypatch.setitem(one_serving.ENGINES, "fake", Engine)
+    monkeypatch.setitem(serving_job.ENGINES, "fake", Fake)
     setup = Setup(
-        checkpoint="c", device="cuda", activations="format", batches=[1, 2], max_tokens=120,
-        prefill_tokens=80, prefill_prompts=8, attention_backend=None, tensor_parallel=gpus,
-        expert_parallel=False,
+        checkpoint="c", device="cuda", activations="format", batches=[1, 2], steps=40,
+        prefill_tokens=80, attention_backend=None, tensor_parallel=gpus, expert_parallel=False,
     )  # fmt: skip
     request = {
-        "engine": "fake", "setup": dataclasses.asdict(setup), "steps": 40, "rounds": 2,
-        "vocabulary": 100, "profile": True,
+        "engine": "fake", "setup": dataclasses.asdict(setup), "rounds": 2, "vocabulary": 100,
+        "profile": True,
     }  # fmt: skip
     step = {"busy_ms": 1.0, "kernels": [{"name": "k", "ms": 0.5, "launches": 1.0}]}
-    assert one_serving.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}
+    assert serving_job.time_engine(request)["profile"] == {"prefill": step, "1": step, "2": step}
     *timed, first, second = calls
     assert (first, second) == ((1, 64, 16), (2, 64, 16))
     want = [(0, 8, 10, 1), *((n, n, 64, new) for n in (1, 2) for new in (16, 32))]
     assert profiled == [
         (len(timed) + unprofiled, *call) for unprofiled, *call in want for _ in range(times)
     ]
-    assert one_serving.time_engine({**request, "steps": 8})["profile"]["2"] == step
+    shorter = {**request, "setup": {**request["setup"], "steps": 8}}
+    assert serving_job.time_engine(shorter)["profile"]["2"] == step
     assert profiled[-1][1:] == (2, 64, 24)
-    assert one_serving.time_engine({**request, "profile": False})["profile"] == {}
+    assert serving_job.time_engine({**request, "profile": False})["profile"] == {}

@@ -1,4 +1,4 @@
-"""How engines are profiled."""
+"""How engines are profiled, and what they prepare."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import pytest
 
 from moequant.benchmarks import device_profile, vllm_worker
 from moequant.benchmarks.device_profile import DeviceProfile
-from moequant.benchmarks.serving_engines import Engine, Vllm
+from moequant.benchmarks.serving_engines import Engine, OurModel, Vllm
+from moequant.benchmarks.serving_setup import Setup
 from moequant.benchmarks.vllm_worker import ProfiledWorker
+from moequant.compatibility.kv_cache import kv_cache
+from moequant.conversion import convert
+from moequant.errors import MoequantError
 
 
 @pytest.fixture
@@ -32,6 +36,9 @@ def said(monkeypatch):
 
 def test_an_engine_is_profiled_while_it_generates(said):
     class Fake(Engine):
+        def __init__(self):
+            pass
+
         def generate(self, prompts, new_tokens):
             said.append((prompts, new_tokens))
 
@@ -68,3 +75,22 @@ def test_of_vllm_the_first_process_that_uses_a_gpu_is_profiled(said):
     generated = [("sleep", 0, "keep"), prompts, ("wake up", ["scheduling"]), "wait"]
     assert said == ["start", "start", *generated, "stop", "stop"]
     assert found.launches == {"k": 7}
+
+
+def test_our_model_is_prepared_for_the_memory_of_all_sequences(
+    make_checkpoint, tmp_path, monkeypatch
+):
+    setup = Setup(
+        checkpoint=str(convert(make_checkpoint(), tmp_path / "out", format="mxfp4").output),
+        device="cpu", activations="format", batches=(1, 8), steps=16, prefill_tokens=64,
+        attention_backend=None, tensor_parallel=1, expert_parallel=False,
+    )  # fmt: skip
+    engine = OurModel(setup)
+    config = engine.model.config
+    kv = kv_cache(config.to_dict(), config.num_hidden_layers, tp=1)
+    free = 8 * 96 * kv.token_bytes
+    monkeypatch.setattr("moequant.integrations.static_cache.free_bytes", lambda device: free)
+    engine.prepare(8, 96)
+    engine.generate([[3, 4, 5]] * 8, 2)
+    with pytest.raises(MoequantError, match=r"static cache of 864 tokens takes .* cpu has .* free"):
+        engine.prepare(9, 96)

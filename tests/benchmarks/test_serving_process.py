@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moequant.benchmarks.serving_process import run_or_raise, run_step
+from moequant.benchmarks.serving_process import run_job, run_or_raise
 from moequant.errors import MoequantError, UnsupportedError
 
 
@@ -22,11 +22,11 @@ def test_a_process_that_is_given_up_ends_with_those_it_started(tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     setup = {
         "checkpoint": "", "device": "cuda", "activations": "format", "batches": [1],
-        "max_tokens": 1, "prefill_tokens": 8, "prefill_prompts": 8, "attention_backend": None,
-        "tensor_parallel": 1, "expert_parallel": False,
+        "steps": 1, "prefill_tokens": 8, "attention_backend": None, "tensor_parallel": 1,
+        "expert_parallel": False,
     }  # fmt: skip
     request = {"engine": "vllm", "setup": setup}
-    found, log = run_step("engine", request, tmp_path, what="vllm", timeout_s=10)
+    found, log = run_job("engine", request, tmp_path, what="vllm", timeout_s=10)
     assert found == {"error": "vllm did not end within 10 s; allow more by --timeout"}
     child = re.search(r"child (\d+)", log)[1]
     # Ended, or waiting for whoever inherits it to take note.
@@ -40,7 +40,7 @@ def test_a_machine_that_is_not_measured_in_time_is_said_to_have_printed_nothing(
         run_or_raise("machine", {"device": "cpu"}, tmp_path, timeout_s=0.01)
 
 
-def test_a_step_that_fails_is_raised_with_what_it_printed_last(tmp_path):
+def test_a_job_that_fails_is_raised_with_what_it_printed_last(tmp_path):
     said = r"(?s)'device'; it printed last:\n.*KeyError: 'device'$"
     with pytest.raises(MoequantError, match=said):
         run_or_raise("machine", {}, tmp_path, timeout_s=600)

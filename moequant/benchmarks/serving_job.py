@@ -1,8 +1,8 @@
-"""A step of `moequant bench serve`, in a process of its own.
+"""A job of `moequant bench serve`, in a process of its own.
 
-    python -m moequant.benchmarks.one_serving machine REQUEST.json RESULT.json
-    python -m moequant.benchmarks.one_serving model   REQUEST.json RESULT.json
-    python -m moequant.benchmarks.one_serving engine  REQUEST.json RESULT.json
+    python -m moequant.benchmarks.serving_job machine REQUEST.json RESULT.json
+    python -m moequant.benchmarks.serving_job model   REQUEST.json RESULT.json
+    python -m moequant.benchmarks.serving_job engine  REQUEST.json RESULT.json
 
 `machine` describes the device and measures its bandwidth, `model` writes a model of random weights,
 `engine` times an engine. RESULT.json is what they found, or `error`, in one line.
@@ -23,7 +23,14 @@ import torch
 
 from moequant.benchmarks.device_profile import NOTHING, profile_of_step
 from moequant.benchmarks.random_models import random_model
-from moequant.benchmarks.serving_engines import ENGINES, Setup
+from moequant.benchmarks.serving_engines import ENGINES
+from moequant.benchmarks.serving_setup import (
+    FIRST_TOKENS,
+    PREFILL_PROMPTS,
+    PROMPT_TOKENS,
+    Setup,
+    decoded_length,
+)
 from moequant.errors import MoequantError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,10 +39,6 @@ if TYPE_CHECKING:
     from moequant.benchmarks.device_profile import DeviceProfile
     from moequant.benchmarks.serving_engines import Engine
 
-PROMPT_TOKENS = 64
-FIRST_TOKENS = 16
-"""New tokens of the shorter of two calls, whose difference is decoding alone."""
-PREFILL_PROMPTS = 8
 _PROFILED_STEPS = 16
 _PROFILES_OF_SEVERAL_GPUS = 3
 """Of each call; of one GPU, one profile."""
@@ -45,46 +48,33 @@ _IDS = range(3, 30000)
 """From which prompts are drawn, as far as the vocabulary goes."""
 
 
-def max_tokens(steps: int, prefill_tokens: int) -> int:
-    """The longest sequence: of a prompt that is decoded, or of one that is only read."""
-    return max(PROMPT_TOKENS + FIRST_TOKENS + steps, prefill_tokens // PREFILL_PROMPTS + 1)
-
-
-def mean_context(steps: int) -> float:
-    """Tokens before a decoding step, as a mean over those that are timed."""
-    return PROMPT_TOKENS + FIRST_TOKENS + steps / 2
-
-
 def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     """Start an engine and time it.
 
     Args:
-        request: `engine`, `setup` (the fields of Setup), `steps`, `rounds`, `vocabulary` and
-            `profile`, whether to do that, too.
+        request: `engine`, `setup` (the fields of Setup), `rounds`, `vocabulary` and `profile`,
+            whether to do that, too.
 
     Returns:
         `version`, `experts`, `start_s`, `decode_s` (seconds of a step, by batch), `prefill_s`, and
         `profile`: of a step by batch and of the "prefill", as `profile_of_step` says; else empty.
 
     Raises:
-        MoequantError: more tokens did not take longer.
+        UnsupportedError: the engine is not installed, or cannot run as `setup` asks.
+        MoequantError: more tokens did not take longer, or the device has too little memory free.
     """
     setup = Setup(**request["setup"])
     started = time.perf_counter()
     engine = ENGINES[request["engine"]](setup)
     start_s = time.perf_counter() - started
-    prompts = _Prompts(request["vocabulary"])
+    prompts = _RandomPrompts(request["vocabulary"])
     rounds = request["rounds"]
     decode_s = {
-        str(batch): _step_s(engine, prompts, batch, steps=request["steps"], rounds=rounds)
+        str(batch): _step_s(engine, prompts, batch, steps=setup.steps, rounds=rounds)
         for batch in setup.batches
     }
-    length = setup.prefill_tokens // setup.prefill_prompts
-    engine.prepare(length + 1)
-    prefill_s = _least_s(
-        engine, prompts, setup.prefill_prompts, length, new_tokens=1, rounds=rounds
-    )
-    profile = _profile(engine, prompts, setup, request["steps"]) if request["profile"] else {}
+    prefill_s = _prefill_s(engine, prompts, setup.prefill_length, rounds)
+    profile = _profile(engine, prompts, setup) if request["profile"] else {}
     return {
         "version": engine.version,
         "experts": engine.experts,
@@ -95,14 +85,13 @@ def time_engine(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(engine: Engine, prompts: _Prompts, setup: Setup, steps: int) -> dict[str, Any]:
+def _profile(engine: Engine, prompts: _RandomPrompts, setup: Setup) -> dict[str, Any]:
     """Profiles of a step of each batch and of the prefill, of calls no longer than those timed.
 
     One of several GPUs is busy, too, while it waits for the others in a collective operation; there
     the call counts in which it is busy for the least time.
     """
-    steps = min(steps, _PROFILED_STEPS)
-    prefill_length = setup.prefill_tokens // setup.prefill_prompts
+    steps = min(setup.steps, _PROFILED_STEPS)
     count = _PROFILES_OF_SEVERAL_GPUS if setup.tensor_parallel > 1 else 1
 
     def profiled(batch: int, length: int, new_tokens: int) -> DeviceProfile:
@@ -110,10 +99,10 @@ def _profile(engine: Engine, prompts: _Prompts, setup: Setup, steps: int) -> dic
         profiles = [engine.profile(call, new_tokens) for call in calls]
         return min(profiles, key=lambda profile: profile.busy_us)
 
-    prefill = profiled(setup.prefill_prompts, prefill_length, 1)
+    prefill = profiled(PREFILL_PROMPTS, setup.prefill_length, 1)
     found = {"prefill": profile_of_step(NOTHING, prefill, 1)}
     for batch in setup.batches:
-        engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
+        engine.prepare(batch, decoded_length(steps))
         # The first call in a new cache compiles and captures.
         engine.generate(prompts.draw(batch, PROMPT_TOKENS), FIRST_TOKENS)
         new_tokens = (FIRST_TOKENS, FIRST_TOKENS + steps)
@@ -122,12 +111,14 @@ def _profile(engine: Engine, prompts: _Prompts, setup: Setup, steps: int) -> dic
     return found
 
 
-def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds: int) -> float:
+def _step_s(
+    engine: Engine, prompts: _RandomPrompts, batch: int, *, steps: int, rounds: int
+) -> float:
     """Seconds of a decoding step: what `steps` more tokens take, by the least of `rounds` each.
 
     Calls of fewer and of more tokens take turns: a machine that is busy for a while slows both.
     """
-    engine.prepare(PROMPT_TOKENS + FIRST_TOKENS + steps)
+    engine.prepare(batch, decoded_length(steps))
     times: dict[int, list[float]] = {FIRST_TOKENS: [], FIRST_TOKENS + steps: []}
     for _ in range(1 + rounds):
         for new_tokens, found in times.items():
@@ -143,12 +134,14 @@ def _step_s(engine: Engine, prompts: _Prompts, batch: int, *, steps: int, rounds
     return (long - short) / steps
 
 
-def _least_s(
-    engine: Engine, prompts: _Prompts, batch: int, length: int, *, new_tokens: int, rounds: int
-) -> float:
-    """The least time of `rounds` calls, after one that compiles and captures."""
-    drawn = [prompts.draw(batch, length) for _ in range(1 + rounds)]
-    _, *times = [_seconds(partial(engine.generate, ids, new_tokens)) for ids in drawn]
+def _prefill_s(engine: Engine, prompts: _RandomPrompts, length: int, rounds: int) -> float:
+    """Seconds of a prefill of prompts of `length` tokens: the least of `rounds` calls.
+
+    One call before them compiles and captures.
+    """
+    engine.prepare(PREFILL_PROMPTS, length + 1)
+    drawn = [prompts.draw(PREFILL_PROMPTS, length) for _ in range(1 + rounds)]
+    _, *times = [_seconds(partial(engine.generate, ids, 1)) for ids in drawn]
     return min(times)
 
 
@@ -158,7 +151,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-class _Prompts:
+class _RandomPrompts:
     """Random prompts, the same in every engine."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -194,17 +187,17 @@ def write_model(request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-STEPS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+JOBS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "machine": describe,
     "model": write_model,
     "engine": time_engine,
 }
 
 
-def main(step: str, request: Path, result: Path) -> None:
-    """Run a step, and write what it found."""
+def main(job: str, request: Path, result: Path) -> None:
+    """Run a job, and write what it found."""
     try:
-        found = STEPS[step](json.loads(request.read_text()))
+        found = JOBS[job](json.loads(request.read_text()))
     # An engine may raise anything: it is named with its reason, and the others go on.
     except Exception as error:
         traceback.print_exc()
