@@ -15,7 +15,8 @@ from moequant.cli.output import Output, count, size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moequant.integrations.generation import Generation, Prompts
+    from moequant.integrations.generation import Generation
+    from moequant.integrations.prompt_tokenizer import PromptTokenizer
     from moequant.runtime.activations import ActivationsChoice
 
 _READ_BYTES = 1 << 30
@@ -146,17 +147,19 @@ def command(
     options.check_one_given({"--prompt": prompt, "--prompt-ids": prompt_ids})
     if enforce_eager and torch_compile:
         raise click.UsageError("--compile and --enforce-eager exclude each other")
-    from moequant.integrations.generation import Prompts, generate
-    from moequant.integrations.generation_settings import FILE, unused_settings
+    from moequant.integrations.generation import generate
+    from moequant.integrations.generation_settings import unused_settings
+    from moequant.integrations.prompt_tokenizer import PromptTokenizer
     from moequant.integrations.static_cache import why_not_static
     from moequant.integrations.transformers import load_model
     from moequant.integrations.transformers_library import import_transformers
+    from moequant.storage.files import GENERATION_CONFIG_FILE
 
     out = Output(as_json=as_json, quiet=quiet)
     import_transformers()
-    prompts = Prompts.of(converted, architecture)
-    ids = _ids(prompts, prompt, prompt_ids)
-    if (warning := prompts.too_long(ids, max_new_tokens)) is not None:
+    tokenizer = PromptTokenizer.of(converted, architecture)
+    ids = _ids(tokenizer, prompt, prompt_ids)
+    if (warning := tokenizer.too_long(ids, max_new_tokens)) is not None:
         out.warn(warning)
     begun = time.perf_counter()
     with out.progress() as progress:
@@ -173,8 +176,8 @@ def command(
     if unused := unused_settings(model, temperature):
         how = "sampled with its cutoffs and penalties" if temperature else "the likeliest"
         out.warn(
-            f"{Path(model.name_or_path, FILE)}: not used, as one sequence is decoded whose tokens "
-            f"are {how}: {', '.join(unused)}"
+            f"{Path(model.name_or_path, GENERATION_CONFIG_FILE)}: not used, as one sequence is "
+            f"decoded whose tokens are {how}: {', '.join(unused)}"
         )
     generated = generate(
         model,
@@ -192,21 +195,23 @@ def command(
         "activations": activations,
         "prompt_ids": ids,
         "ids": generated.ids,
-        "text": None if prompt is None else prompts.decode(generated.ids),
+        "text": None if prompt is None else tokenizer.decode(generated.ids),
         "decoding": generated.decoding,
         "not_static": why_not_static(model),
         **_times(loaded_s, generated),
-        "floor": _floor(out, model.device, prompts, ids, generated, architecture),
+        "floor": _floor(out, model.device, tokenizer.folder, ids, generated, architecture),
     }
     out.result(document, _show)
 
 
-def _ids(prompts: Prompts, prompt: str | None, prompt_ids: tuple[int, ...] | None) -> list[int]:
+def _ids(
+    tokenizer: PromptTokenizer, prompt: str | None, prompt_ids: tuple[int, ...] | None
+) -> list[int]:
     """The token ids of the prompt, of which one form is given."""
     if prompt is not None:
-        return prompts.encode(prompt)
+        return tokenizer.encode(prompt)
     assert prompt_ids is not None
-    prompts.check(prompt_ids)
+    tokenizer.check(prompt_ids)
     return list(prompt_ids)
 
 
@@ -222,7 +227,7 @@ def _times(loaded_s: float, generated: Generation) -> dict[str, float | None]:
 def _floor(
     out: Output,
     device: Any,
-    prompts: Prompts,
+    folder: Path,
     ids: list[int],
     generated: Generation,
     architecture: str | None,
@@ -236,7 +241,7 @@ def _floor(
     from moequant.benchmarks.step_floor import StepFloor
 
     context = len(ids) + len(generated.ids) / 2
-    read_bytes = StepFloor(prompts.folder, architecture=architecture).step(1, context).total
+    read_bytes = StepFloor(folder, architecture=architecture).step(1, context).total
     try:
         with torch.cuda.device(device):
             tb_per_s = measure_read_tb_per_s(device, _READ_BYTES)

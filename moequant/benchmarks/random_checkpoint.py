@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moequant.storage.disk import explained
-from moequant.storage.files import CONFIG_FILE, INDEX_FILE
+from moequant.storage.files import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE
 from moequant.storage.headers import dtype_name
 from moequant.storage.writer import ShardWriter, lay_out
 
@@ -83,7 +83,7 @@ def write_demo_checkpoint(folder: Path) -> None:
         MoequantError: it cannot be written.
     """
     write_tensors(folder, CONFIG, _tensors(CONFIG, LAYERS * EXPERTS), SHARD_BYTES)
-    _write_json(folder / "generation_config.json", GENERATION_CONFIG)
+    _write_json(folder / GENERATION_CONFIG_FILE, GENERATION_CONFIG)
 
 
 def write_bench_checkpoint(folder: Path, size_bytes: int) -> int:

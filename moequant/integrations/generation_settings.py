@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import CheckpointError
 from moequant.integrations.transformers_library import import_transformers
 from moequant.storage.documents import parse_object
+from moequant.storage.files import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from transformers import GenerationConfig, PreTrainedModel
-
-FILE = "generation_config.json"
 
 _END = "eos_token_id"
 _OF_TOKENS = (
@@ -36,12 +35,12 @@ _OF_A_CALL = (
 """What callers say themselves, or what changes no token."""
 
 
-def _is_id(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
 def _are_ids(value: object) -> bool:
-    return _is_id(value) or _is_list_of(_is_id)(value)
+    return _is_whole_number(value) or _is_list_of(_is_whole_number)(value)
 
 
 def _is_list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -66,15 +65,15 @@ def _is_cutoff(value: Any) -> bool:
 
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     _END: (_are_ids, "a token id, or a list of them"),
-    "bos_token_id": (_is_id, "a token id"),
-    "pad_token_id": (lambda value: _is_id(value) or value == -1, "a token id"),
-    "suppress_tokens": (_is_list_of(_is_id), "a list of token ids"),
-    "begin_suppress_tokens": (_is_list_of(_is_id), "a list of token ids"),
-    "bad_words_ids": (_is_list_of(_is_list_of(_is_id)), "a list of lists of token ids"),
+    "bos_token_id": (_is_whole_number, "a token id"),
+    "pad_token_id": (lambda value: _is_whole_number(value) or value == -1, "a token id"),
+    "suppress_tokens": (_is_list_of(_is_whole_number), "a list of token ids"),
+    "begin_suppress_tokens": (_is_list_of(_is_whole_number), "a list of token ids"),
+    "bad_words_ids": (_is_list_of(_is_list_of(_is_whole_number)), "a list of lists of token ids"),
     "top_k": (_is_top_k, "a whole number, 0 or -1 for all tokens"),
     "top_p": (_is_share, "a number above 0, at most 1"),
     "top_h": (_is_share, "a number above 0, at most 1"),
-    "no_repeat_ngram_size": (_is_id, "a whole number, at least 0"),
+    "no_repeat_ngram_size": (_is_whole_number, "a whole number, at least 0"),
     "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "typical_p": (_is_share, "a number above 0, at most 1"),
     "epsilon_cutoff": (_is_cutoff, "a number from 0, below 1"),
@@ -100,7 +99,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         CheckpointError: the file is damaged, a field of token ids holds others, or transformers
             refuses the file.
     """
-    path = folder / FILE
+    path = folder / GENERATION_CONFIG_FILE
     if not path.is_file():
         return None
     fields = parse_object(path.read_bytes(), path)
@@ -137,7 +136,7 @@ def settings_of(
     found = {name: getattr(given, name, None) for name in _counted(temperature)}
     # Not all releases of transformers have all.
     fields = {name: value for name, value in found.items() if value is not None}
-    _check(Path(model.name_or_path, FILE), fields)
+    _check(Path(model.name_or_path, GENERATION_CONFIG_FILE), fields)
     if fields.get("top_k") == -1:  # as vLLM says it
         fields["top_k"] = 0
     if fields.get("pad_token_id", -1) == -1:

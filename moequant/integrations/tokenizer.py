@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.integrations.transformers_library import import_transformers
 from moequant.models import language_section
+from moequant.storage.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,7 @@ def vocabulary_size(config: Mapping[str, Any], folder: Path) -> int:
     vocabulary = section.get("vocab_size")
     if type(vocabulary) is not int or vocabulary < 1:
         raise CheckpointError(
-            f"{folder / 'config.json'}: vocab_size is {vocabulary!r}, but must be a positive "
+            f"{folder / CONFIG_FILE}: vocab_size is {vocabulary!r}, but must be a positive "
             "integer; fetch the checkpoint again"
         )
     return vocabulary

@@ -5,9 +5,24 @@
     expert_modules.py        the experts of a model: where they are, and ours in their place
     other_weights.py         what a converted checkpoint holds besides experts
     transformers_library.py  the installed transformers, and what it makes of config.json
+
+to generate:
+
+    generation.py            a prompt continued, and timed
+    generation_settings.py   generation_config.json, and what of it counts
+    prompt_tokenizer.py      a prompt's token ids, and the text of ids
+    tokenizer.py             the tokenizer and the vocabulary of a checkpoint
     static_cache.py          the cache that `generate` of such a model uses
     decoding.py              its decoding steps in CUDA graphs
     graph_inputs.py          what such a graph depends on
+
+and for `moequant calibrate` and `evaluate`, which run a model a layer at a time:
+
+    layerwise.py             a model of which one layer at a time is in memory
+    module_weights.py        weights of its modules, given and taken away
+    stored_tensors.py        the tensors of a source, as its unquantized release has them
+    runtime_experts.py       converted experts on our backends, a layer at a time
+    expert_inputs.py         what the experts of a layer multiply, whatever their class
 
 Decisions, each with the failure it prevents:
 

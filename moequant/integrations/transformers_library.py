@@ -8,6 +8,7 @@ from reprlib import repr as show
 from typing import TYPE_CHECKING, cast
 
 from moequant.errors import CheckpointError, UnsupportedError
+from moequant.storage.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,13 +68,13 @@ def read_config(transformers: ModuleType, folder: Path) -> PretrainedConfig:
     # The errors of its field checks have no common base class.
     except Exception as error:
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
+            f"{folder / CONFIG_FILE}: transformers {transformers.__version__} cannot read it: "
             f"{error}; compare it with that of the model's release"
         ) from error
     language = config.get_text_config(decoder=True)
     if not isinstance(language, transformers.PretrainedConfig):
         raise CheckpointError(
-            f"{folder / 'config.json'}: its text_config, decoder or generator is {show(language)}, "
+            f"{folder / CONFIG_FILE}: its text_config, decoder or generator is {show(language)}, "
             "but must be an object; correct config.json"
         )
     if hasattr(config, "quantization_config"):

@@ -1,6 +1,7 @@
 """Names of the files and folders of a checkpoint, including moequant's own."""
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 QUANT_CFG_FILE = "quant_cfg.json"
 """The quantization config of older Model-Optimizer releases."""

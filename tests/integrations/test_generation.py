@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moequant.errors import CheckpointError, NumericsError, UnsupportedError
-from moequant.integrations.generation import Prompts, generate
+from moequant.integrations.generation import generate
 from moequant.integrations.generation_settings import unused_settings
+from moequant.integrations.prompt_tokenizer import PromptTokenizer
 from moequant.integrations.transformers import load_model
 
 
@@ -225,25 +226,25 @@ def test_the_coldest_temperature_and_the_largest_seed_draw_the_likeliest(model):
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name(converted):
-    prompts = Prompts.of(converted("mixtral", "mxfp4"))
-    prompts.check([0, 95])
+    tokenizer = PromptTokenizer.of(converted("mixtral", "mxfp4"))
+    tokenizer.check([0, 95])
     for ids, message in (
         ([3, 96], "id 96 is not in .* 0 to 95"),
         ([-1], "id -1"),
         ([], "no tokens"),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            prompts.check(ids)
+            tokenizer.check(ids)
 
 
 def test_text_without_a_tokenizer_is_refused(converted, tmp_path):
-    prompts = Prompts.of(converted("mixtral", "mxfp4"))
+    tokenizer = PromptTokenizer.of(converted("mixtral", "mxfp4"))
     with pytest.raises(UnsupportedError, match=r"no tokenizer; copy .*, or give .* --prompt-ids"):
-        prompts.encode("hello")
+        tokenizer.encode("hello")
     path = shutil.copytree(converted("mixtral", "mxfp4"), tmp_path / "converted")
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedError, match="cannot read the tokenizer"):
-        Prompts.of(path).encode("hello")
+        PromptTokenizer.of(path).encode("hello")
 
 
 def test_a_config_without_a_vocabulary_is_refused(converted, tmp_path):
@@ -252,7 +253,7 @@ def test_a_config_without_a_vocabulary_is_refused(converted, tmp_path):
     del config["vocab_size"]
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="vocab_size is None"):
-        Prompts.of(path)
+        PromptTokenizer.of(path)
 
 
 on_cuda = [

@@ -20,7 +20,7 @@ from moequant.errors import CheckpointError, UnsupportedError
 from moequant.evaluation.models import EvaluatedModel
 from moequant.formats import CONVERTIBLE as FORMATS
 from moequant.formats import dequantize
-from moequant.integrations.generation import Prompts
+from moequant.integrations.prompt_tokenizer import PromptTokenizer
 from moequant.integrations.transformers import load_model, replace_experts
 from moequant.integrations.transformers_library import CANNOT_RUN
 from moequant.models import ROUTED_EXPERTS, architectures, read_model
@@ -447,7 +447,7 @@ def check_that_our_experts_run_beside_vision(saved, folder):
     check_that_our_experts_run(saved, folder)
     loaded = load_model(folder / "out", dtype=torch.float32, activations="none")
     assert type(loaded).__name__ == saved.case.model.__name__
-    assert Prompts.of(folder / "out").vocabulary == 64
+    assert PromptTokenizer.of(folder / "out").vocabulary == 64
     built = saved.case.model.from_pretrained(saved.checkpoint.path).eval()
     replace_experts(built, folder / "out", activations="none")
     assert relative(logits(built), logits(loaded)) < 2**-16
