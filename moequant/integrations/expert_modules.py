@@ -7,6 +7,7 @@ transformers is changed, and nothing is registered there.
 
 from __future__ import annotations
 
+from reprlib import repr as show
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -145,9 +146,13 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a model computes in; torch's default for None.
 
     Raises:
-        UnsupportedError: the experts do not support it.
+        UnsupportedError: the experts do not support it, or it is none.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(
+            f"dtype is {show(dtype)}, but must be a torch.dtype, such as torch.bfloat16"
+        )
     if dtype not in HIDDEN_DTYPES:
         raise UnsupportedError(
             f"the model computes in {dtype!r}, but the experts support only "

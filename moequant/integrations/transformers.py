@@ -121,11 +121,12 @@ def load_model(
         checkpoint instead.
 
     Raises:
-        CheckpointError: not a converted checkpoint, or a damaged one; a config.json or
-            generation_config.json that transformers refuses; a missing tensor; or experts in layers
-            that config.json does not have.
+        CheckpointError: an empty path; not a converted checkpoint, or a damaged one; a config.json
+            or generation_config.json that transformers refuses; a missing tensor; or experts in
+            layers that config.json does not have.
         UnsupportedError: transformers, or a package for attention, is not installed, or does not
-            support the model; a dtype that the experts do not support; or as `load_experts`.
+            support the model; a dtype that is no torch.dtype, or one that the experts do not
+            support; or as `load_experts`.
     """
     transformers = import_transformers()
     place = usable_device(device)

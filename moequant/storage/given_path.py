@@ -26,14 +26,16 @@ def given_path(
         error: what is raised where nothing can have that path.
 
     Raises:
-        CheckpointError: nothing can have that path; or as `error` says.
+        CheckpointError: nothing can have that path, or it is empty; or as `error` says.
         UnsupportedError: it is neither a text nor a path.
     """
     wanted = f"the path of {what}"
     given = path_text(argument, value, wanted)
+    found = f"{argument} is {show(given)}, but must be {wanted}"
+    if not given:  # pathlib takes an empty path as the current folder
+        raise error(f"{found}; give one that is not empty: the current folder is '.'")
     # Not Path.expanduser, which fails for an unknown user without naming the path.
     path = Path(os.path.expanduser(given))  # noqa: PTH111
-    found = f"{argument} is {show(given)}, but must be {wanted}"
     try:
         path.stat()
     except OSError as why:

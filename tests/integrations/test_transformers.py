@@ -312,6 +312,15 @@ class TestErrors:
         ):
             replace_experts(model, path)
 
+    def test_a_dtype_that_is_a_name(self, converted):
+        said = r"^dtype is 'float16', but must be a torch.dtype, such as torch.bfloat16$"
+        with pytest.raises(UnsupportedError, match=said):
+            load_model(converted("mixtral", "mxfp4"), dtype="float16")
+
+    def test_an_empty_path_which_is_not_the_current_folder(self):
+        with pytest.raises(CheckpointError, match=r"^checkpoint is '', .*; give one that is not"):
+            load_model("")
+
     def test_a_backend_that_does_not_run_them_is_known_before_the_rest_is_read(
         self, converted, monkeypatch
     ):

@@ -36,6 +36,7 @@ def test_what_is_no_path_is_refused_by_name(given):
         ("a\0b", r"^model is 'a\\x00b', but must be .*: embedded null byte; remove"),
         (Path("a\0b"), r"^model is 'a\\x00b', but must be .*: embedded null byte; remove"),
         ("\ud800", r"^model is '\\ud800', but must be .*surrogates not allowed; remove"),
+        ("", r"^model is '', but must be .*not empty: the current folder is '.'"),
         ("x" * 5000, r"^model is 'xxx.*xxx', but must be .*: File name too long; give a shorter"),
         ("/x" * 3000, r"^model is '/x/x.*/x', but must be .*: File name too long; give a shorter"),
     ],
