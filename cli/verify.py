@@ -180,13 +180,12 @@ def _explain(out: Output, report: Report | IntegrityReport, against: str) -> str
 def _remedy(report: Report | IntegrityReport) -> str:
     from moequant.storage.files import RECORD_FILE
     from moequant.verification import IntegrityReport
-    from moequant.verification.integrity import NO_TABLE
     from moequant.verification.prepared import remedy_for
 
     prepared = remedy_for(Path(report.converted).expanduser(), report.problems)
     if prepared is not None:
         return prepared
-    if any(problem.message == NO_TABLE for problem in report.problems):
+    if any(problem.unusable_record for problem in report.problems):
         return (
             f"copy {RECORD_FILE} again, verify with --against SOURCE, or convert again with "
             "--overwrite"
@@ -208,9 +207,17 @@ def _remedy(report: Report | IntegrityReport) -> str:
 
 
 def _may_be_swapped(report: Report) -> bool:
-    """Whether plain weights that moequant has no record of were compared with quantized ones."""
+    """Whether plain weights that moequant has no record of were compared with quantized ones.
+
+    These must be in a folder: no repository of the hub is verified.
+    """
     counts = report.counts
-    return counts["dequantized"] > 0 and not counts["converted"] and report.record_sha256 is None
+    return (
+        counts["dequantized"] > 0
+        and not counts["converted"]
+        and report.record_sha256 is None
+        and Path(report.source).expanduser().is_dir()
+    )
 
 
 _METHODS = {

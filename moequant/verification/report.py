@@ -45,12 +45,14 @@ class Problem:
         name: the tensor, file or field.
         message: what was found and what was expected.
         stray: whether it is that a file is there, and removing it is all there is to do.
+        unusable_record: whether it is that moequant.json does not say which files there are.
     """
 
     check: Check
     name: str
     message: str
     stray: bool = False
+    unusable_record: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}"

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+
+from moequant import verification
 
 
 @pytest.fixture
@@ -96,6 +99,23 @@ def test_source_given_as_what_was_converted_is_to_be_exchanged(run, converted, s
     assert result.stderr.splitlines()[-1].startswith(
         f"To fix it: if {converted} was made from {source}: {exchanged}; else convert again"
     )
+
+
+def test_a_repository_of_the_hub_is_not_to_be_exchanged_with_a_folder(
+    run, converted, source, monkeypatch
+):
+    verify = verification.verify
+
+    def of_repository(folder, *, against, **options):
+        assert against == "owner/name"
+        report = verify(folder, against=converted, **options)
+        return dataclasses.replace(report, source=against)
+
+    monkeypatch.setattr(verification, "verify", of_repository)
+    result = run("verify", source, "--against", "owner/name")
+    assert result.exit_code == 5
+    closing = "To fix it: convert again with --overwrite, or copy the files again"
+    assert result.stderr.splitlines()[-1] == closing
 
 
 def test_another_source_is_to_be_named(run, converted, source, tmp_path):
