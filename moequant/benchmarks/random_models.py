@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 _DISTINCT = 4
 """Experts with weights of their own."""
 _DENSE_FIRST = 3
-"""Layers of DeepSeek-V3 without experts, of 61; at most half of a smaller model."""
+"""Layers of DeepSeek-V3 without experts, of 61; of a smaller model at most a quarter of its layers.
+
+More would hide what experts take of a step.
+"""
 
 _COMMON = {
     "bos_token_id": 1,
@@ -150,7 +153,7 @@ class RandomModel:
             )
         config = {**_COMMON, **self.config, "num_hidden_layers": layers, "vocab_size": vocabulary}
         if "first_k_dense_replace" in config:
-            config["first_k_dense_replace"] = min(_DENSE_FIRST, layers // 2)
+            config["first_k_dense_replace"] = min(_DENSE_FIRST, layers // 4)
         return RandomModel(config, self.tensors)
 
     def write(self, folder: Path, device: torch.device) -> None:

@@ -46,8 +46,8 @@ MODELS = {
         layers=4,
         vocabulary=32768,
         formats=("fp8_block", "mxfp4", "w4a8"),
-        room_gb=108,
-        estimate_s=150,
+        room_gb=154,
+        estimate_s=220,
     ),
     "layers": Model(
         shape="qwen3-30b",

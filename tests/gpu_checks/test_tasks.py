@@ -103,7 +103,7 @@ def test_names_and_needs_are_known_and_no_task_waits_for_ever():
 
 def test_models_are_converted_into_every_format_that_is_timed():
     assert {name.removesuffix(random_checkpoints.STATIC) for name in layers()} == set(CONVERTIBLE)
-    assert run.ROOM_GB <= 295  # as CONTRIBUTING.md says
+    assert run.ROOM_GB <= 340  # as CONTRIBUTING.md says
 
 
 def layers():
