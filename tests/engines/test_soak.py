@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "ends" and number == 30:
             os._exit(3)
         if fault == "leaks":
-            kept.append(bytearray(os.urandom(1 << 16)))
+            kept.append(bytearray(os.urandom(1 << 18)))
         new = request["max_tokens"] - (fault == "stops" and number == 30)
         seed = sum(request["prompt"]) + (fault == "forgets" and number > 30)
         ids = [(seed * 31 + i) % 97 for i in range(new)]
@@ -199,23 +199,44 @@ def test_failed_requests_hide_no_problem_of_the_server():
     assert summary["failed_requests"] == 1000
 
 
-def test_memory_is_compared_between_the_middle_and_the_end():
+def memory_problems(gpu, host, *, seconds=100, requests_per_s=0):
+    """Of a run with so much memory at each second."""
     soak = load_soak()
+    memory = [soak.Sample(t, requests_per_s * t, gpu(t), host(t)) for t in range(seconds + 1)]
+    found = soak.Found(seconds=float(seconds), memory=memory)
+    soak.check_memory(found)
+    return found.problems
 
-    def problems(gpu, host):
-        memory = [(float(t), gpu(t), host(t)) for t in range(101)]
-        found = soak.Found(seconds=100.0, memory=memory)
-        soak.check_memory(found)
-        return found.problems
 
-    level = 4 << 30
-    assert not problems(lambda t: level, lambda t: level)
+LEVEL = 4 << 30
+
+
+def test_memory_is_compared_between_the_middle_and_the_end():
+    assert not memory_problems(lambda t: LEVEL, lambda t: LEVEL)
     # What is taken in the first half is no leak, nor is what goes up and down.
-    assert not problems(lambda t: level * min(t, 40), lambda t: level + (t % 7) * (10 << 20))
-    (gpu,) = problems(lambda t: level + t * (2 << 20), lambda t: level)
+    assert not memory_problems(
+        lambda t: LEVEL * min(t, 40), lambda t: LEVEL * min(t, 40) + (t % 7) * (10 << 20)
+    )
+    (gpu,) = memory_problems(lambda t: LEVEL + t * (2 << 20), lambda t: LEVEL)
     assert gpu.startswith("memory of the GPU grew")
-    (host,) = problems(lambda t: None, lambda t: level + t * (8 << 20))
+    (host,) = memory_problems(lambda t: None, lambda t: LEVEL + t * (8 << 20))
     assert host.startswith("memory of the server's processes grew")
+
+
+@pytest.mark.parametrize(
+    ("leak", "noise", "found"),
+    [(0, 13e6, False), (2048, 13e6, False), (8192, 0, True), (8192, 13e6, True)],
+)
+def test_a_leak_of_each_request_is_found_at_the_rate_that_was_served(leak, noise, found):
+    """Ten minutes of 48 requests a second; the noise comes between the ends of the windows."""
+
+    def host(t):
+        return int(LEVEL + 48 * t * leak + noise * max(0, t - 360) / 240)
+
+    problems = memory_problems(lambda t: None, host, seconds=600, requests_per_s=48)
+    assert [p.partition(" grew")[0] for p in problems] == (
+        ["memory of the server's processes"] if found else []
+    )
 
 
 def test_requests_fit_into_the_model_and_are_of_every_kind():
