@@ -104,11 +104,13 @@ _TESTED = [
     _vllm_tests("graphs", "cuda_graphs"),
     _vllm_tests("two-gpus", "two_gpus", gpus=2, estimate_s=330),
 ]
-_SERVED_LONG = [
-    Task(
-        name="soak",
+
+
+def _soak(format):
+    return Task(
+        name=f"soak-{format}",
         commands=(
-            f"{{python}} tests/engines/soak.py {path_of('qwen3-30b', 'mxfp4')} --minutes 10 "
+            f"{{python}} tests/engines/soak.py {path_of('qwen3-30b', format)} --minutes 10 "
             "--clients 64 --beside --json {out}/soak.json -- --gpu-memory-utilization 0.3 "
             + _TRITON,
         ),
@@ -117,7 +119,12 @@ _SERVED_LONG = [
         beside=2,
         needs=("sm90", "vllm", "uvicorn"),
         after=(task_of("qwen3-30b"),),
-    ),
+    )
+
+
+_SERVED_LONG = [
+    # Of each kind of activations, in BF16 and quantized.
+    *map(_soak, ("mxfp4", "fp8_block")),
     Task(
         name="first-start",
         commands=(

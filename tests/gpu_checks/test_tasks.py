@@ -157,11 +157,11 @@ def test_shards_are_all_tests_of_sm90_once():
 
 
 @pytest.mark.full
-def test_shards_are_all_tests_of_vllm_once():
+def test_shards_are_all_tests_of_engines_on_gpus_once():
     tasks = [task for task in run.TASKS if model_times.VLLM_TESTS in task.commands[0]]
     words = [shlex.split(task.commands[0].replace("{", "").replace("}", "")) for task in tasks]
     found = [test for each in words for test in collect(model_times.VLLM_TESTS, "-k", each[-1])]
-    assert sorted(found) == sorted(collect(model_times.VLLM_TESTS))
+    assert sorted(found) == sorted(collect("tests/engines", "-m", "gpu"))
 
 
 def test_cases_of_the_sanitizer_are_those_of_the_tests_of_sm90():
