@@ -3,8 +3,10 @@
 The measure is KL(transformers || vLLM) over the vocabulary, its median over all positions of
 prompts and new tokens: where a rounding lets another expert in, a position is far off anyway.
 
-The bound is four times the KL of the BF16 source between the two engines, whose experts compute
-with the same numbers and differ by rounding and order alone.
+The noise is that KL of the BF16 source, in vLLM alone. Experts then compute with the same numbers,
+and engines differ by rounding and order alone. Of a converted checkpoint whose experts compute in
+BF16, the same is expected, and 0.9 to 1.0 times the noise was measured (docs/serving.md). TIMES it
+is allowed.
 
 Quantized activations add to it. Where inputs differ by the rounding of BF16, those near the middle
 of two codes round either way, by a step of FP8, which is 2**5 times as large, and let later layers
@@ -12,6 +14,11 @@ differ more. Errors of two engines are at most independent of each other; their 
 most twice the variance of each, and KL is proportional to variance. So twice the KL that rounding
 costs is allowed. No less would do: in transformers alone, a model in BF16 and in float32 around the
 same experts differ by 1.2 times that KL (Qwen3-MoE) and 1.5 times (DeepSeek-V3).
+
+vLLM alone is compared with experts whose activations are not rounded, for its own have other scales
+than ours. The noise and the KL of rounding are then expected together, since a step of FP8 is as
+large beside the number that it rounds whatever the scale; 1.2 to 1.8 times their sum was measured.
+TIMES it is allowed.
 """
 
 from __future__ import annotations
@@ -38,6 +45,25 @@ WAYS = [(model, *way) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for w
     ("gpt_oss", "mxfp4", "gpt-oss")
 ]
 TIMES = 4
+"""A margin, not derived: errors of twice the size pass, for KL is proportional to their square.
+
+It has to hold what cannot be said beforehand: the median of eight prompts, which by drawing them
+anew is 0.87 to 1.27 times itself in 95 of 100 cases, and kernels that round to BF16 at other
+places, or keep sums of other lengths, than those of the source.
+
+What passes and what does not, by changing the weights in transformers alone (Qwen3-MoE and Mixtral;
+their noise is 0.7e-3, the bound 2.7e-3):
+
+* Each expert exchanged for the next is a KL of 2.5, gate for up 1.8: far outside.
+* Errors of single weights, independent, of 1 % are 1.0e-3, of 2 % 4e-3. Beside the noise, 1.4 %
+  pass.
+* A factor common to all experts hides behind the norm at the end. Of all matrices 1.04 is 0.6e-3,
+  of down alone 9/8 is 0.5e-3: both pass.
+* The median does not show what fewer than half of the positions meet. Two of the 32 experts of each
+  layer exchanged for each other are 3.4e-3: above this bound, below those of FP8 activations.
+
+The last two are for tests of single layers, which compare with load_experts and the reference.
+"""
 
 every_way = pytest.mark.parametrize(("model", "format", "dialect"), WAYS)
 
