@@ -59,6 +59,15 @@ def rows(tensors, name, begin, end, whole):
     return tensor.narrow(dim, scaled[0], scaled[1] - scaled[0])
 
 
+def check_sums(found, wanted, *, terms):
+    """That both are sums of as many terms, the same ones, added in float32 in any order.
+
+    An addition is off by at most half a unit, 2**-24 of the partial sum that it gives. Terms have
+    either sign, so that partial sums are within the largest of all outputs; and both sides add.
+    """
+    assert (found - wanted).abs().max() <= 2 * terms * 2**-24 * wanted.abs().max()
+
+
 @every_way
 def test_output_equals_that_of_load_experts(engine, converted, format, dialect):
     path = converted(format, dialect)
@@ -139,7 +148,7 @@ def test_a_rank_of_two_has_its_half_of_the_intermediate_size(
 
 @every_way
 def test_outputs_of_two_ranks_add_up(engine, converted, format, dialect):
-    """In float32, whose sums differ by their order: 256 terms of up to half a unit each."""
+    """Each adds half of the 256 terms of an output in float32."""
     path = converted(format, dialect)
     hidden, weights, ids = call()
     ranks = [
@@ -148,7 +157,7 @@ def test_outputs_of_two_ranks_add_up(engine, converted, format, dialect):
     ]
     total = sum(run(layer, hidden.float(), weights, ids) for layer in ranks)
     whole = load_experts(path, 0, activations="none")(hidden.float(), weights, ids)
-    assert (total - whole).abs().max() <= 256 * 2**-24 * whole.abs().max() * 8
+    check_sums(total, whole, terms=256)
 
 
 @pytest.mark.parametrize(("format", "dialect"), [("fp8_block", "fp8"), ("mxfp4", "gpt-oss")])
@@ -160,14 +169,11 @@ def test_outputs_of_expert_parallel_ranks_add_up(engine, converted, format, dial
     assert [layer.quant_method.experts.packed().workload.experts for layer in ranks] == [2, 2]
     total = sum(run(layer, hidden.float(), weights, ids) for layer in ranks)
     whole = load_experts(path, 0)(hidden.float(), weights, ids)
-    assert (total - whole).abs().max() <= ids.shape[1] * 2**-24 * whole.abs().max() * 8
+    check_sums(total, whole, terms=ids.shape[1])
 
 
 def test_a_last_rank_of_gpt_oss_with_fewer_columns_adds_up(engine, make_checkpoint, tmp_path):
-    """I 320 is 10 blocks of 32: of four ranks three have 3 and the last has 1.
-
-    The bound is that of two ranks, for 320 terms.
-    """
+    """I 320 is 10 blocks of 32: of four ranks three have 3 and the last has 1."""
     source = make_checkpoint(model_type="gpt_oss", hidden=256, intermediate=320)
     path = convert(source, tmp_path / "out", format="mxfp4", dialect="gpt-oss").output
     hidden, weights, ids = call()
@@ -176,7 +182,7 @@ def test_a_last_rank_of_gpt_oss_with_fewer_columns_adds_up(engine, make_checkpoi
     assert [r.quant_method.experts.packed().workload.intermediate for r in ranks] == [96] * 4
     total = sum(run(layer, hidden.float(), weights, ids) for layer in ranks)
     whole = load_experts(path, 0)(hidden.float(), weights, ids)
-    assert (total - whole).abs().max() <= 320 * 2**-24 * whole.abs().max() * 8
+    check_sums(total, whole, terms=320)
 
 
 def test_router_weights_go_into_the_input_where_the_layer_says_so(engine, converted):
