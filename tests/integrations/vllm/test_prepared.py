@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moequant.errors import CheckpointError, UnsupportedError
 from moequant.preparation import prepare
@@ -163,13 +164,31 @@ def test_layers_that_are_not_the_models_own_are_refused(load, prepared, name):
         PreparedExperts(name, "sm90", sizes(), torch.device("cpu"))
 
 
-def test_a_stale_folder_is_refused(load, prepared, tmp_path):
+@pytest.fixture
+def copy(prepared, tmp_path):
+    """A prepared checkpoint that a test may change."""
     path = tmp_path / "copy"
     shutil.copytree(prepared("w4a8", "compressed-tensors"), path)
-    file = next((path / "moequant-prepared" / "sm90").glob("layer-00000*"))
+    return path
+
+
+def test_a_damaged_folder_is_refused(load, copy):
+    file = next((copy / "moequant-prepared" / "sm90").glob("layer-00000*"))
     file.write_bytes(file.read_bytes()[:-1] + b"\x5a")
     with pytest.raises(CheckpointError, match="damaged: its SHA-256 is not the one"):
-        load(path)
+        load(copy)
+
+
+def test_a_folder_older_than_the_weights_is_refused(load, copy):
+    """Weights of other numbers, of the same names, dtypes and shapes."""
+    for file in copy.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.startswith(LAYER) and name.endswith("weight_packed"):
+                tensors[name] = tensor.flip(0)
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layer 0 is stale: .*moequant prepare"):
+        load(copy)
 
 
 def test_another_function_between_the_gemms_is_refused(load, prepared):
