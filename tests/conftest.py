@@ -6,11 +6,15 @@ import errno
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+# Folders of tests are no packages: what several of them use is imported from there by name.
+sys.path.append(str(Path(__file__).parent / "shared"))
 
 # Tests run in parallel; OpenMP threads of several processes on few cores would wait for each other.
 torch.set_num_threads(1)

@@ -11,17 +11,20 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from process_group import end_group
+from static_scale import ONE_SCALE
+
+sys.path.append(str(Path(__file__).parent))
+
+from one_engine import prompts
 
 HERE = Path(__file__).parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,9 +34,8 @@ SETTINGS = {
     **json.loads((HERE / "offline.json").read_text()),
 }
 """In one process, on a machine without network and without FlashInfer."""
-# vLLM runs the format with static scales of activations alone. FP8 rounds numbers of 2**-6 to 448
-# alike, so one scale does for all inputs.
-_STATIC = {"fp8_tensor": 1.0}
+# vLLM runs the format with static scales of activations alone.
+_STATIC = {"fp8_tensor": ONE_SCALE}
 _SIZES = {
     "vocab_size": 2048,
     "hidden_size": 1024,
@@ -200,18 +202,11 @@ class Engines:
         if experts is not None:
             replace_experts(model, experts)
         config = json.loads((checkpoint / "config.json").read_text())
-        tokens = torch.tensor(one_engine().prompts(config["vocab_size"]))
+        tokens = torch.tensor(prompts(config["vocab_size"]))
         inputs = torch.cat([tokens, ids], 1).to(DEVICE)
         with torch.no_grad():
             logits = model(input_ids=inputs, use_cache=False).logits
         return logits[:, :-1].float().log_softmax(-1).cpu()
-
-
-def end_group(process):
-    """End what is left of a process and of those it started, which would hold memory of the GPU."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 class _Experts(torch.nn.Module):
@@ -236,15 +231,6 @@ def replace_experts(model, checkpoint):
         if hasattr(layer.mlp, "experts"):
             fused = load_experts(checkpoint, number, DEVICE, backend="torch_reference")
             layer.mlp.experts = _Experts(fused)
-
-
-@cache
-def one_engine():
-    """The module one_engine.py: folders of tests are no packages."""
-    spec = spec_from_file_location("one_engine", HERE / "one_engine.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")

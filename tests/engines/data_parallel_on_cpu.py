@@ -14,25 +14,22 @@ from that of `load_experts` by more than the rounding of each rank's sum to bflo
 from __future__ import annotations
 
 import argparse
-import socket
+import sys
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
 from torch import multiprocessing
 
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from free_port import HOST, free_port
+from load_module import load_module
+
 TOKENS = (5, 9)
 """Of each rank."""
 _CONFTEST = Path(__file__).parents[1] / "integrations" / "vllm" / "conftest.py"
-
-
-def layers_of_vllm():
-    """The module that makes and fills layers."""
-    spec = spec_from_file_location("vllm_layers", _CONFTEST)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+"""Which makes and fills layers."""
 
 
 def gathered(tensor, sizes, group):
@@ -69,7 +66,7 @@ def rank_of_two(module, rank, ep, port, backend):
     parallel = ParallelConfig(
         data_parallel_size=len(TOKENS),
         data_parallel_rank=rank,
-        data_parallel_master_ip="127.0.0.1",
+        data_parallel_master_ip=HOST,
         data_parallel_master_port=port,
         enable_expert_parallel=ep,
         all2all_backend=backend,
@@ -126,7 +123,7 @@ def run_rank(rank, checkpoint, ep, port, send, idle):
 
     register()
     add_collectives()
-    module = layers_of_vllm()
+    module = load_module(_CONFTEST)
     if send is not None:
         import sent_on_cpu
 
@@ -160,12 +157,6 @@ def run_rank(rank, checkpoint, ep, port, send, idle):
     print(f"rank {rank}: {off:.1e} off, bound {bound:.1e}\n", end="", flush=True)
     torch.distributed.barrier()
     cleanup_dist_env_and_memory()
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from free_port import HOST, free_port
 
 PROMPTS, LENGTH, NEW = 8, 24, 8
 
@@ -51,10 +54,7 @@ def main():
 
 def run_ranks(ranks):
     """Run this script once for each data-parallel rank; returns an exit code."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    address = {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    address = {"VLLM_DP_MASTER_IP": HOST, "VLLM_DP_MASTER_PORT": str(free_port())}
     running = []
     for rank in map(str, range(ranks)):
         of_rank = {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, "VLLM_DP_SIZE": str(ranks)}

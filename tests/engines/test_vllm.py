@@ -27,22 +27,15 @@ from functools import cache
 
 import pytest
 import torch
+from plug_in_ways import SINGLE_WAYS
 
-from moequant.dialects import REGISTRY
 from moequant.formats import get_format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.full]
 
-DIALECTS = ("fp8", "compressed-tensors", "modelopt")
-NOT_SERVED = ("fp8_tensor", "modelopt")
-SINGLE = [
-    (format, dialect)
-    for dialect in DIALECTS
-    for format in REGISTRY[dialect].carried
-    if (format, dialect) != NOT_SERVED
-]
-WAYS = [(model, *way) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for way in SINGLE] + [
-    ("gpt_oss", "mxfp4", "gpt-oss")
+WAYS = [
+    *((model, *way) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for way in SINGLE_WAYS),
+    ("gpt_oss", "mxfp4", "gpt-oss"),
 ]
 TIMES = 4
 """A margin, not derived: errors of twice the size pass, for KL is proportional to their square.
@@ -131,7 +124,7 @@ def test_vllm_alone_says_what_transformers_says(engines, model, format, dialect)
     assert found <= bound
 
 
-@pytest.mark.parametrize(("format", "dialect"), SINGLE)
+@pytest.mark.parametrize(("format", "dialect"), SINGLE_WAYS)
 def test_cuda_graphs_and_compilation_change_nothing(engines, format, dialect):
     """The same kernels run, so what differs is vLLM's own compiled code around them."""
     path = engines.converted("qwen3_moe", format, dialect)

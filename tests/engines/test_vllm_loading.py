@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from plug_in_ways import SINGLE_WAYS
 
 from moequant.conversion import convert
-from moequant.dialects import REGISTRY
 from moequant.preparation import prepare
 
 pytestmark = [
@@ -20,15 +20,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
 ]
 
-DIALECTS = ("fp8", "compressed-tensors", "modelopt")
-NOT_SERVED = ("fp8_tensor", "modelopt")
 WAYS = [
-    *(
-        ("qwen3_moe", format, dialect)
-        for dialect in DIALECTS
-        for format in REGISTRY[dialect].carried
-        if (format, dialect) != NOT_SERVED
-    ),
+    *(("qwen3_moe", *way) for way in SINGLE_WAYS),
     ("mixtral", "nvfp4", "compressed-tensors"),
     ("deepseek_v3", "fp8_block", "fp8"),
     ("gpt_oss", "mxfp4", "gpt-oss"),

@@ -28,9 +28,13 @@ import sys
 import tempfile
 import time
 import traceback
-from importlib import util
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from load_module import load_module
+
+TESTS = Path(__file__).parents[1]
 SECONDS = 20
 """What a case may take on a busy machine; most take a hundredth of a second."""
 MEMORY_BYTES = 600 << 20
@@ -224,21 +228,13 @@ TOKENS = [
 ]  # fmt: skip
 
 
-def module_at(*parts):
-    """A file of the tests as a module; pytest alone could import it by name."""
-    path = Path(__file__).parents[1].joinpath(*parts)
-    spec = util.spec_from_file_location("_".join(parts).removesuffix(".py"), path)
-    module = sys.modules[spec.name] = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def write_sources(root):
     """A source in each form that models are quantized in; their folders."""
-    checkpoints, sources = module_at("conftest.py"), module_at("sources", "conftest.py")
+    write_checkpoint = load_module(TESTS / "conftest.py").write_checkpoint
+    sources = load_module(TESTS / "sources" / "conftest.py")
     sizes = {"layers": 1, "experts": 2, "hidden": 128, "intermediate": 128, "vocabulary": 16}
-    plain = checkpoints.write_checkpoint(root / "plain", **sizes)
-    gpt_oss = checkpoints.write_checkpoint(root / "plain_gpt_oss", model_type="gpt_oss", **sizes)
+    plain = write_checkpoint(root / "plain", **sizes)
+    gpt_oss = write_checkpoint(root / "plain_gpt_oss", model_type="gpt_oss", **sizes)
     written = [
         sources.write_form(form, root / f"form {i}", plain) for i, form in enumerate(sources.FORMS)
     ]
@@ -261,7 +257,7 @@ class Model:
 
         self.settings = {"format": format, "max_shard_size": SHARDS}
         self.source, self.converted, self.begun = (root / n for n in ("source", "done", "begun"))
-        module_at("conftest.py").write_checkpoint(
+        load_module(TESTS / "conftest.py").write_checkpoint(
             self.source, model_type=model_type, layers=2, experts=2, vocabulary=16,
             shard_bytes=60_000, **sizes,
         )  # fmt: skip

@@ -9,10 +9,13 @@ runs experts with a gate and without biases, and experts with biases and without
 from __future__ import annotations
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from load_module import load_module
 
 from moequant.act_fn import SILU, ActFn
 from moequant.benchmarks.experts import calc_diff
@@ -30,10 +33,7 @@ _FEW = 5
 
 
 def _load_tests():
-    spec = spec_from_file_location("test_sm90", _TESTS)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(_TESTS)
 
 
 def call_of(shape, M):

@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from static_scale import ONE_SCALE
+
 STATIC = "_static"
-_STATIC_SCALE = "1.0"
-"""FP8 rounds numbers of 2**-6 to 448 alike, so one scale does for all inputs."""
 
 
 def path_of(source, name):
@@ -34,7 +36,7 @@ def convert(source, name, *, workers):
     command = [sys.executable, "-m", "moequant", "convert", str(source), str(partial_path)]
     command += ["--format", name.removesuffix(STATIC), "--workers", str(workers), "--quiet"]
     if name.endswith(STATIC):
-        command += ["--activation-scales", _STATIC_SCALE]
+        command += ["--activation-scales", str(ONE_SCALE)]
     if subprocess.run(command, check=False).returncode:
         return False
     partial_path.rename(path)

@@ -1,5 +1,4 @@
 import ast
-import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_module import load_module
 
 from moequant.act_fn import SILU
 from moequant.errors import CheckpointError, UnsupportedError
@@ -75,12 +75,9 @@ def vendored():
     source = Path(torch.__file__).parent / "_vendor/quack/mx_utils.py"
     if not source.exists():
         pytest.skip(f"torch {torch.__version__} does not vendor quack's mx_utils")
-    spec = importlib.util.spec_from_file_location("vendored_mx_utils", source)
-    module = importlib.util.module_from_spec(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from torch.compile
-        spec.loader.exec_module(module)
-    return module
+        return load_module(source)
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (130, 7), (384, 64), (768, 33)])

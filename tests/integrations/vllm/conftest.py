@@ -9,12 +9,13 @@ import json
 import re
 import sys
 from contextlib import contextmanager
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from load_module import load_module
 from safetensors import safe_open
 
 LAYER = "model.layers.0.mlp.experts"
@@ -33,11 +34,7 @@ BLOCK = 32
 
 
 def _load_stand_ins():
-    path = Path(__file__).parent / "stand_ins.py"
-    spec = spec_from_file_location("vllm_stand_ins", path)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(Path(__file__).with_name("stand_ins.py"))
 
 
 @pytest.fixture(scope="session")

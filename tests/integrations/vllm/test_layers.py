@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from layer_call import call, run
+from plug_in_ways import ways_of
 from safetensors.torch import load_file
 
 from moequant.act_fn import RELU2
@@ -14,16 +16,7 @@ from moequant.conversion import convert
 from moequant.dialects import REGISTRY
 from moequant.runtime import ExpertWeights, FusedExperts, load_experts
 
-DIALECTS = ("fp8", "compressed-tensors", "gpt-oss", "modelopt", "fp8-ue8m0")
-NOT_SERVED = ("fp8_tensor", "modelopt")
-"""vLLM runs these itself; the plug-in refuses them by name."""
-WAYS = [
-    (format, dialect)
-    for dialect in DIALECTS
-    for format in REGISTRY[dialect].carried
-    if (format, dialect) != NOT_SERVED
-]
-SINGLE = [way for way in WAYS if way[1] != "gpt-oss"]
+WAYS = ways_of("fp8", "compressed-tensors", "gpt-oss", "modelopt", "fp8-ue8m0")
 LAYER = "model.layers.0.mlp.experts"
 EXACT = {"activations": "none"}
 """Sharded activations have other scales than whole ones, so shards are compared without."""
@@ -31,18 +24,8 @@ EXACT = {"activations": "none"}
 every_way = pytest.mark.parametrize(("format", "dialect"), WAYS)
 
 
-def call(experts=4, hidden=256, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    weights, ids = torch.rand(9, experts, generator=generator).topk(2)
-    return torch.randn(9, hidden, generator=generator).bfloat16(), weights, ids.int()
-
-
 def arguments_for(dialect):
     return {"activation": "swigluoai", "has_bias": True} if dialect == "gpt-oss" else {}
-
-
-def run(layer, hidden, weights, ids):
-    return layer.quant_method.apply(layer, hidden, weights, ids, None, None)
 
 
 def rows(tensors, name, begin, end, whole):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from layer_call import call, run
 from safetensors.torch import load_file, save_file
 
 from moequant.errors import UnsupportedError
@@ -36,12 +37,6 @@ def rewritten(checkpoint, path, *, config, scale=None, without="-"):
         tensors[f"{module}.{scale}"] = torch.tensor(0.01 + number / 1000)
     save_file(tensors, path / "model.safetensors")
     return path
-
-
-def call():
-    generator = torch.Generator().manual_seed(0)
-    weights, ids = torch.rand(9, 4, generator=generator).topk(2)
-    return torch.randn(9, 256, generator=generator).bfloat16(), weights, ids.int()
 
 
 def group_of(config):
@@ -76,7 +71,7 @@ def test_static_scales_of_activations_are_used(engine, static):
     found, wanted = experts.weights.input_scales(), expected.weights.input_scales()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in found)
-    got = layer.quant_method.apply(layer, *call(), None, None)
+    got = run(layer, *call())
     assert torch.equal(got, expected(*call()))
 
 
@@ -99,7 +94,7 @@ def test_numbers_of_a_benchmark_make_no_bad_static_scale(engine, static, fill_as
 
 def test_static_scales_are_left_out_without_quantized_activations(engine, static):
     layer = engine.loaded(static, options={"activations": "none"})
-    got = layer.quant_method.apply(layer, *call(), None, None)
+    got = run(layer, *call())
     assert torch.equal(got, load_experts(static, 0, activations="none")(*call()))
 
 
@@ -107,7 +102,7 @@ def test_logical_shapes_may_be_missing(engine, converted, tmp_path):
     ours = converted("w4a8", "compressed-tensors")
     path = rewritten(ours, tmp_path / "x", config=dict, without="weight_shape")
     layer = engine.loaded(path)
-    got = layer.quant_method.apply(layer, *call(), None, None)
+    got = run(layer, *call())
     assert torch.equal(got, load_experts(ours, 0)(*call()))
 
 
@@ -118,7 +113,7 @@ def test_mxfp4_activations_are_those_of_config_json(engine, converted, tmp_path)
         config=lambda c: group_of(c).update(input_activations=_MXFP4),
     )
     layer = engine.loaded(path)
-    got = layer.quant_method.apply(layer, *call(), None, None)
+    got = run(layer, *call())
     assert torch.equal(got, load_experts(path, 0)(*call()))
     assert not torch.equal(got, load_experts(path, 0, activations="none")(*call()))
 
@@ -133,5 +128,5 @@ def test_mxfp8_of_modelopt_has_activations_in_mxfp8(engine, converted, tmp_path)
     ours = converted("mxfp8", "compressed-tensors")
     path = rewritten(ours, tmp_path / "x", config=config)
     layer = engine.loaded(path)
-    got = layer.quant_method.apply(layer, *call(), None, None)
+    got = run(layer, *call())
     assert torch.equal(got, load_experts(ours, 0, activations="mxfp8")(*call()))

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from layer_call import call, run
 from safetensors.torch import load_file, save_file
 
 from moequant.errors import CheckpointError, UnsupportedError
@@ -54,16 +55,6 @@ def load(engine, monkeypatch):
         return engine.loaded(path, options=OPTIONS, **arguments)
 
     return load
-
-
-def call(experts=4, hidden=256):
-    generator = torch.Generator().manual_seed(0)
-    weights, ids = torch.rand(9, experts, generator=generator).topk(2)
-    return torch.randn(9, hidden, generator=generator).bfloat16(), weights, ids.int()
-
-
-def run(layer, hidden, weights, ids):
-    return layer.quant_method.apply(layer, hidden, weights, ids, None, None)
 
 
 @pytest.mark.parametrize(("format", "dialect"), WAYS)

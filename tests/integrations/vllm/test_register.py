@@ -37,11 +37,10 @@ def test_registering_twice_registers_once(engine):
 
 def test_registering_loads_neither_runtime_nor_kernels(stand_ins):
     code = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("stand_ins", {stand_ins.__file__!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.install("0.33.0")
+import sys
+sys.path.append({str(Path(stand_ins.__file__).parent)!r})
+import stand_ins
+stand_ins.install("0.33.0")
 from moequant.integrations.vllm import register
 register()
 import torch
