@@ -14,8 +14,7 @@ streamed, a few of which the client abandons. It fails if
   --beside, where other processes use the GPU, what torch holds of it in the server's,
 * the same prompt, greedy and by itself, has another answer at the end than at the start.
 
-Exit code 0 if all is well, else 1. Everything stays on this machine: the server listens on
-127.0.0.1. Nothing but Python's own library is needed beside vLLM.
+Exit code 0 if all is well, else 1. Everything stays on this machine: see served_vllm.py.
 """
 
 from __future__ import annotations
@@ -23,66 +22,29 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
-import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-HOST = "127.0.0.1"
-HERE = Path(__file__).parent
-MAX_TOKENS = 2048
-"""Of a prompt and its answer."""
+sys.path.append(str(Path(__file__).parent))
+
+from memory_growth import Record, Sample
+from memory_in_use import host_bytes
+from served_vllm import MAX_TOKENS, START_S, complete, serve
+
 REFERENCES = 8
 """Prompts whose answers are compared."""
 REFERENCE_TOKENS = 64
 ABANDONED = 0.02
 """Share of requests whose client leaves while the answer is streamed."""
-GPU_GROWTH_BYTES = 64 << 20
-"""vLLM takes its memory when it starts; what torch's allocator takes later comes in blocks of 2 to
-20 MiB, and all kinds of requests have come before the middle of the time."""
-HOST_LEAK_BYTES = 4096
-"""That the server's processes may keep of a request: less is no leak that this finds.
-
-docs/serving.md has 28,562 and 26,493 requests in ten minutes, 48 and 44 a second: 11,400 and 10,600
-in the 40 % of the time between the ends of the windows, so that 47 and 43 MB are allowed for them.
-"""
-HOST_NOISE_BYTES = 26 << 20
-"""That they may grow however few requests there were.
-
-In those two runs, of which no leak is known, they grew by 6 and 13 MB. Two runs do not say how far
-others are from them, so it is twice the larger. With 11,400 requests a leak of 4096 B + 26 MiB /
-11,400 = 6.5 kB a request is found, whatever the noise; in a short run, only a larger one.
-"""
-_SECONDS = {"start": 600, "request": 120, "sample": 2, "stop": 30}
-
-
-class Sample(NamedTuple):
-    """Memory of a server at a time.
-
-    Attributes:
-        seconds: since the first request.
-        requests: that had ended.
-        gpu_bytes: of the GPUs, None if unknown.
-        host_bytes: of the server's processes.
-    """
-
-    seconds: float
-    requests: int
-    gpu_bytes: int | None
-    host_bytes: int
+SAMPLE_S = 2
+"""Between samples of memory."""
 
 
 @dataclass
@@ -97,8 +59,7 @@ class Found:
     """Of the server as a whole."""
     failures: list = field(default_factory=list)
     """Of single requests."""
-    memory: list = field(default_factory=list)
-    """Samples, the earliest first."""
+    memory: Record = field(default_factory=Record)
 
     def summary(self):
         """A JSON document; well if there are no problems and no failures."""
@@ -113,185 +74,10 @@ class Found:
                 "median": round(statistics.median(latencies), 3),
                 "p99": round(latencies[int(0.99 * (len(latencies) - 1))], 3),
             },
-            "memory": {
-                part: [largest(self, window, part) for window in WINDOWS]
-                for part in ("gpu_bytes", "host_bytes")
-            },
+            "memory": {part: self.memory.in_windows(part) for part in ("gpu_bytes", "host_bytes")},
             "failed_requests": len(self.failures),
             "problems": self.problems + self.failures[:20],
         }
-
-
-WINDOWS = ((0.4, 0.6), (0.8, 1.0))
-"""The middle and the end of the time."""
-
-
-def largest(found, window, part):
-    """The largest number of samples within a part of the time; None if there is none."""
-    begin, end = (share * found.seconds for share in window)
-    samples = [sample for sample in found.memory if begin <= sample.seconds <= end]
-    return max((n for n in (getattr(s, part) for s in samples) if n is not None), default=None)
-
-
-def allowed_host_growth(found):
-    """Bytes by which the processes may grow from the end of one window to that of the other."""
-    before, after = (largest(found, window, "requests") or 0 for window in WINDOWS)
-    return HOST_LEAK_BYTES * (after - before) + HOST_NOISE_BYTES
-
-
-def check_memory(found, *, gpu_known=False):
-    """Add a problem if memory grew, or was not measured; of the GPU only if it is known."""
-    host = "the server's processes", "host_bytes", allowed_host_growth(found), True
-    for name, part, allowed, known in (("the GPU", "gpu_bytes", GPU_GROWTH_BYTES, gpu_known), host):
-        before, after = (largest(found, window, part) for window in WINDOWS)
-        if before is None or after is None:
-            if known:
-                found.problems.append(f"memory of {name} was not measured")
-        elif after > before + allowed:
-            found.problems.append(
-                f"memory of {name} grew from {before / 1e6:.0f} to {after / 1e6:.0f} MB, more than "
-                f"the {allowed / 1e6:.0f} MB allowed"
-            )
-
-
-def processes_of(session):
-    """Ids of the processes of a session, such as the server's."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                # Behind the name, which may hold anything: state, parent, group, session.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session:
-                    yield int(entry.name)
-
-
-def host_bytes(session):
-    """Memory of all processes of a session, without what they share with files."""
-    total = 0
-    for pid in processes_of(session):
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) * 1024
-    return total
-
-
-def gpu_bytes():
-    """Memory in use of all GPUs; None without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return sum(map(int, done.stdout.split())) << 20 if done.returncode == 0 else None
-
-
-def torch_bytes(folder):
-    """What torch's allocator holds in all processes that say so; see server_memory."""
-    return sum(int(file.read_text()) for file in folder.glob("[0-9]*")) or None
-
-
-class Server:
-    """A running `vllm serve`.
-
-    `gpu_bytes` returns memory of the GPUs, None where it is unknown; with `gpu_known`, that fails.
-    """
-
-    def __init__(self, process, port, model, gpu_bytes, *, gpu_known):
-        self.process, self.port, self.model = process, port, model
-        self.gpu_bytes, self.gpu_known = gpu_bytes, gpu_known
-
-    def connect(self):
-        """A connection."""
-        return http.client.HTTPConnection(HOST, self.port, timeout=_SECONDS["request"])
-
-    def is_up(self):
-        """Whether it answers."""
-        with suppress(OSError, http.client.HTTPException), closing(self.connect()) as connection:
-            connection.request("GET", "/health")
-            with connection.getresponse() as response:
-                return response.status == 200
-        return False
-
-
-@contextmanager
-def serve(checkpoint, log, *, alone, beside, options, start_s):
-    """Start `vllm serve` on a free port, wait until it answers, and end it with its processes."""
-    memory = Path(tempfile.mkdtemp(prefix="memory-", dir=log.parent))
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        port = taken.getsockname()[1]
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--host", HOST,
-        "--port", str(port), "--served-model-name", "soak", "--skip-tokenizer-init",
-        "--max-model-len", str(MAX_TOKENS), *([] if alone else ["--quantization", "moequant"]),
-        *options,
-    ]  # fmt: skip
-    environment = {**os.environ, "VLLM_PLUGINS": "" if alone else "moequant"}
-    if beside:
-        environment["MOEQUANT_SERVER_MEMORY"] = str(memory)
-        paths = [str(HERE / "server_memory"), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        measure = partial(torch_bytes, memory) if beside else gpu_bytes
-        server = Server(process, port, "soak", measure, gpu_known=beside)
-        try:
-            wait_for(server, start_s)
-            yield server
-        finally:
-            stop(process)
-
-
-def wait_for(server, start_s):
-    """Wait until the server answers; RuntimeError if it does not."""
-    deadline = time.monotonic() + start_s
-    while not server.is_up():
-        if server.process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {server.process.returncode}")
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not answer within {start_s:g} s")
-        time.sleep(0.2)
-
-
-def stop(process):
-    """End the server, then whatever is left of the processes it started."""
-    with suppress(ProcessLookupError):
-        process.terminate()  # unlike SIGINT, not ignored where this was started with `&`
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_SECONDS["stop"])
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def complete(server, request, *, abandon=False):
-    """Send a completion; returns its token ids, None where the client left; raises RuntimeError."""
-    body = json.dumps({"model": server.model, "return_token_ids": True, **request})
-    with closing(server.connect()) as connection:
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            if response.status != 200:
-                raise RuntimeError(f"status {response.status}: {response.read()[:300]!r}")
-            if request.get("stream"):
-                return read_stream(response, abandon=abandon)
-            return json.loads(response.read())["choices"][0]["token_ids"]
-
-
-def read_stream(response, *, abandon):
-    """The token ids of a stream; None where the client leaves after the first."""
-    ids = []
-    for line in response:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"error within a stream: {str(event['error'])[:300]}")
-            for choice in event["choices"]:
-                ids += choice.get("token_ids") or []
-            if abandon:
-                return None
-    return ids
 
 
 class Prompts:
@@ -357,8 +143,8 @@ def client(server, prompts, until, found, lock):
 
 def watch(server, started, done, found):
     """Sample memory until `done` is set."""
-    while not done.wait(_SECONDS["sample"]):
-        found.memory.append(
+    while not done.wait(SAMPLE_S):
+        found.memory.samples.append(
             Sample(
                 seconds=time.monotonic() - started,
                 requests=len(found.latencies_s),
@@ -386,7 +172,7 @@ def soak(server, *, seconds, clients, vocabulary):
         thread.start()
     for thread in threads:
         thread.join()
-    found.seconds = time.monotonic() - started
+    found.seconds = found.memory.seconds = time.monotonic() - started
     done.set()
     watcher.join()
     if server.process.poll() is not None:
@@ -394,7 +180,7 @@ def soak(server, *, seconds, clients, vocabulary):
         return found
     if not sum(found.requests.values()):
         found.problems.append("no request was answered")
-    check_memory(found, gpu_known=server.gpu_known)
+    found.problems += found.memory.problems(gpu_known=server.gpu_known)
     after = answers(server, references, "end")
     for index, (first, last) in enumerate(zip(before, after, strict=True)):
         if first != last:
@@ -404,7 +190,7 @@ def soak(server, *, seconds, clients, vocabulary):
 
 def run(
     checkpoint, *, minutes, clients, alone=False, beside=False, options=(),
-    start_s=_SECONDS["start"],
+    start_s=START_S,
 ):  # fmt: skip
     """Serve and soak; returns the summary, with the end of the server's log if it is not well."""
     config = json.loads((Path(checkpoint) / "config.json").read_text())

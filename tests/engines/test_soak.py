@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import soak
 
-SOAK = Path(__file__).parent / "soak.py"
 SERVER = '''
 """In place of vLLM's command line: answers as vLLM does, and goes wrong as FAKE_SERVER says."""
 import json, os, sys, threading, time
@@ -110,14 +108,6 @@ cuda = SimpleNamespace(
 '''
 
 
-def load_soak():
-    spec = spec_from_file_location("soak", SOAK)
-    module = module_from_spec(spec)
-    sys.modules["soak"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def served(tmp_path, monkeypatch, make_checkpoint):
     """served(fault, *options): the summary of some seconds with a server that has that fault."""
@@ -125,8 +115,7 @@ def served(tmp_path, monkeypatch, make_checkpoint):
     package.mkdir(parents=True)
     (package / "main.py").write_text(SERVER)
     (tmp_path / "site" / "torch.py").write_text(TORCH)
-    soak = load_soak()
-    monkeypatch.setitem(soak._SECONDS, "sample", 0.1)
+    monkeypatch.setattr(soak, "SAMPLE_S", 0.1)
 
     def served(fault, *, alone=False, beside=False, seconds=3):
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -182,62 +171,21 @@ def test_beside_other_processes_the_servers_own_allocator_counts(served):
 
 def test_options_of_vllm_are_behind_two_dashes():
     words = ["q", "--minutes", "2", "--beside", "--", "--dtype", "bfloat16", "--json", "x"]
-    given = load_soak().parse(words)
+    given = soak.parse(words)
     assert (given.checkpoint, given.minutes, given.beside) == (Path("q"), 2.0, True)
     assert (given.options, given.json) == (["--dtype", "bfloat16", "--json", "x"], None)
-    assert load_soak().parse(["q"]).options == []
+    assert soak.parse(["q"]).options == []
 
 
 def test_failed_requests_hide_no_problem_of_the_server():
-    found = load_soak().Found(problems=["the server ended"], failures=["refused"] * 1000)
+    found = soak.Found(problems=["the server ended"], failures=["refused"] * 1000)
     summary = found.summary()
     assert not summary["ok"]
     assert "the server ended" in summary["problems"]
     assert summary["failed_requests"] == 1000
 
 
-def memory_problems(gpu, host, *, seconds=100, requests_per_s=0):
-    """Of a run with so much memory at each second."""
-    soak = load_soak()
-    memory = [soak.Sample(t, requests_per_s * t, gpu(t), host(t)) for t in range(seconds + 1)]
-    found = soak.Found(seconds=float(seconds), memory=memory)
-    soak.check_memory(found)
-    return found.problems
-
-
-LEVEL = 4 << 30
-
-
-def test_memory_is_compared_between_the_middle_and_the_end():
-    assert not memory_problems(lambda t: LEVEL, lambda t: LEVEL)
-    # What is taken in the first half is no leak, nor is what goes up and down.
-    assert not memory_problems(
-        lambda t: LEVEL * min(t, 40), lambda t: LEVEL * min(t, 40) + (t % 7) * (10 << 20)
-    )
-    (gpu,) = memory_problems(lambda t: LEVEL + t * (2 << 20), lambda t: LEVEL)
-    assert gpu.startswith("memory of the GPU grew")
-    (host,) = memory_problems(lambda t: None, lambda t: LEVEL + t * (8 << 20))
-    assert host.startswith("memory of the server's processes grew")
-
-
-@pytest.mark.parametrize(
-    ("leak", "noise", "found"),
-    [(0, 13e6, False), (2048, 13e6, False), (8192, 0, True), (8192, 13e6, True)],
-)
-def test_a_leak_of_each_request_is_found_at_the_rate_that_was_served(leak, noise, found):
-    """Ten minutes of 48 requests a second; the noise comes between the ends of the windows."""
-
-    def host(t):
-        return int(LEVEL + 48 * t * leak + noise * max(0, t - 360) / 240)
-
-    problems = memory_problems(lambda t: None, host, seconds=600, requests_per_s=48)
-    assert [p.partition(" grew")[0] for p in problems] == (
-        ["memory of the server's processes"] if found else []
-    )
-
-
 def test_requests_fit_into_the_model_and_are_of_every_kind():
-    soak = load_soak()
     prompts = soak.Prompts(1000, 0)
     drawn = [prompts.draw() for _ in range(2000)]
     assert all(

@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_SOAK = Path(__file__).parents[1] / "engines" / "soak.py"
+sys.path.append(str(Path(__file__).parents[1] / "engines"))
+
+from served_vllm import START_S, complete, serve
+
 _CACHES = (
     "MOEQUANT_CACHE_DIR",
     "TRITON_CACHE_DIR",
@@ -31,33 +33,25 @@ _PREPARED = ["--additional-config", json.dumps({"moequant": {"prepared": "sm90"}
 _LOG_END = 4000
 
 
-def _load_soak():
-    spec = spec_from_file_location("soak", _SOAK)
-    module = module_from_spec(spec)
-    sys.modules["soak"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _answer_s(soak, server, length):
+def _answer_s(server, length):
     """Seconds until a prompt of this many tokens is answered; others begin differently."""
     ids = [3 + (7919 * i * i + 13 * length) % 1000 for i in range(length)]
     request = {"prompt": ids, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     began = time.perf_counter()
-    soak.complete(server, request)
+    complete(server, request)
     return time.perf_counter() - began
 
 
-def time_start(soak, checkpoint, options, log):
+def time_start(checkpoint, options, log):
     """Seconds until the server answers, and of its answers; the log is printed if it fails."""
     began = time.perf_counter()
     try:
-        with soak.serve(
-            checkpoint, log, alone=False, beside=False, options=options, start_s=600
+        with serve(
+            checkpoint, log, alone=False, beside=False, options=options, start_s=START_S
         ) as server:
             found = {"ready_s": time.perf_counter() - began}
             for name, length in (("first", 700), ("cached", 700), ("another_length", 333)):
-                found[f"{name}_answer_s"] = _answer_s(soak, server, length)
+                found[f"{name}_answer_s"] = _answer_s(server, length)
             return found
     except (RuntimeError, OSError):
         print(log.read_text(errors="replace")[-_LOG_END:])
@@ -77,7 +71,7 @@ def parse(words):
 
 def main():
     """See the head of this file."""
-    given, soak, found = parse(sys.argv[1:]), _load_soak(), {}
+    given, found = parse(sys.argv[1:]), {}
     prepare = [sys.executable, "-m", "moequant", "prepare", str(given.checkpoint)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({name: str(Path(folder) / name.lower()) for name in _CACHES})
@@ -85,7 +79,7 @@ def main():
             if name == "prepared":
                 subprocess.run([*prepare, "--target", "sm90", "--overwrite", "-q"], check=True)
             log = Path(folder) / f"{name}.log"
-            found[name] = time_start(soak, given.checkpoint, [*given.options, *more], log)
+            found[name] = time_start(given.checkpoint, [*given.options, *more], log)
             given.json.write_text(json.dumps(found, indent=1) + "\n")
     print({name: {key: round(s, 2) for key, s in times.items()} for name, times in found.items()})
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import first_start as module
 import pytest
@@ -24,8 +23,8 @@ def started(monkeypatch):
             raise RuntimeError("the server ended")
         yield "server"
 
-    stub = SimpleNamespace(serve=serve, complete=lambda server, request: [1])
-    monkeypatch.setattr(module, "_load_soak", lambda: stub)
+    monkeypatch.setattr(module, "serve", serve)
+    monkeypatch.setattr(module, "complete", lambda server, request: [1])
     for name in module._CACHES:  # so that they are put back
         monkeypatch.setenv(name, "of the user")
     return found
