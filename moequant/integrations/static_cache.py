@@ -113,5 +113,6 @@ def _check_memory(model: PreTrainedModel, tokens: int) -> None:
     if needed > free:
         raise MoequantError(
             f"a static cache of {tokens} tokens takes {size(needed)}, but {model.device} has "
-            f"{size(free)} free; ask for fewer tokens (--max-new-tokens) or sequences, or free memory"
+            f"{size(free)} free; ask for fewer tokens (--max-new-tokens) or sequences, or free "
+            "memory"
         )
