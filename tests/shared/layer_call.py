@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 
-def call():
-    """Nine tokens of H 256 in BF16, and weights and ids of the two of four experts of each."""
+def call(hidden=256):
+    """Nine tokens [9, hidden] in BF16, and weights and ids of the two of four experts of each."""
     generator = torch.Generator().manual_seed(0)
     weights, ids = torch.rand(9, 4, generator=generator).topk(2)
-    return torch.randn(9, 256, generator=generator).bfloat16(), weights, ids.int()
+    return torch.randn(9, hidden, generator=generator).bfloat16(), weights, ids.int()
 
 
 def run(layer, hidden, weights, ids):
