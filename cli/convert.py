@@ -115,7 +115,8 @@ def command(
                 workers=workers,
                 dry_run=dry_run,
                 progress=progress,
-                on_plan=lambda plan: out.warn(*plan.warnings),  # before the work starts
+                # Before the work starts; of what cannot be converted, the refusal is enough.
+                on_plan=lambda plan: out.warn(*(() if plan.refusals else plan.warnings)),
                 **settings,
             )
     except KeyboardInterrupt:

@@ -8,7 +8,9 @@ import torch
 
 from moequant.errors import UnsupportedError
 
-_OTHER_DEVICE = 'choose one that this machine and this build of torch have, such as "cpu"'
+_OTHER_DEVICE = (
+    'choose one that this machine and this build of torch have, such as "cpu" (--device cpu)'
+)
 _MEMORY = Path("/proc/meminfo")
 """Linux's figures, in KiB."""
 
@@ -30,7 +32,7 @@ def usable_device(device: torch.device | str, *, advice: str = _OTHER_DEVICE) ->
         return torch.empty(1, device=torch.device(device)).device
     # What torch raises depends on the kind of device: for CUDA it is an AssertionError.
     except (AssertionError, ImportError, RuntimeError, TypeError) as error:
-        reason = _reason(str(error))
+        reason = _no_cuda(device) or _reason(str(error))
         raise UnsupportedError(
             f"device {str(device)!r} cannot be used: {reason}; {advice}"
         ) from error
@@ -45,6 +47,16 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     stated = (line.split() for line in _MEMORY.read_text().splitlines())
     return next((1024 * int(kib[0]) for name, *kib in stated if name == "MemAvailable:"), None)
+
+
+def _no_cuda(device: torch.device | str) -> str | None:
+    """That torch is built without CUDA, where a CUDA device is meant."""
+    if torch.version.cuda is not None or str(device).partition(":")[0] != "cuda":
+        return None
+    return (
+        f"torch {torch.__version__} is built without CUDA (on Linux, `pip install torch` installs "
+        "it with CUDA)"
+    )
 
 
 def _reason(message: str) -> str:

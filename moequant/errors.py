@@ -6,6 +6,7 @@ also click's for wrong usage, 130 is an interrupt.
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from reprlib import repr as show
 from typing import TYPE_CHECKING
@@ -103,11 +104,21 @@ def unknown_name(
     return f"unknown {kind} {show(name)}; use one of: {', '.join(known)}{question}"
 
 
+_ALIKE = 0.76
+"""Share of letters from which on names are alike: "tirton" and "triton", not "b100" and "h100"."""
+
+
 def nearest_names(name: object, known: Iterable[str]) -> list[str]:
     """Up to three names that begin with `name`, or else the one that is spelt most alike."""
     by_lower = {one.lower(): one for one in known}
     given = str(name).lower()
     # Most of what is unknown is a name whose end was left out.
     begun = [one for lower, one in by_lower.items() if given and lower.startswith(given)]
-    alike = get_close_matches(given, by_lower, n=1, cutoff=0.6)
+    misspelt = [one for one in by_lower if not _differs_by_number(given, one)]
+    alike = get_close_matches(given, misspelt, n=1, cutoff=_ALIKE)
     return begun[:3] or [by_lower[one] for one in alike]
+
+
+def _differs_by_number(given: str, known: str) -> bool:
+    """Whether two names are the same but for digits: sm120 is no misspelling of sm100."""
+    return given != known and re.sub(r"\d+", "", given) == re.sub(r"\d+", "", known)

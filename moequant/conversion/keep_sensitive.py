@@ -41,7 +41,7 @@ def parse_kept(given: str | int, statistics: Statistics | None) -> Kept:
     text = str(given).strip()
     if statistics is None:
         raise RecipeError(
-            f"keep_sensitive = {text!r} needs statistics: measure them with `moequant calibrate`, "
+            f"--keep-sensitive {text!r} needs statistics: measure them with `moequant calibrate`, "
             "and give the file with --statistics"
         )
     if text.isdecimal() and int(text) > 0:
@@ -50,7 +50,7 @@ def parse_kept(given: str | int, statistics: Statistics | None) -> Kept:
         return Kept(text, None, parse_size(text))
     except ValueError:
         raise RecipeError(
-            f"keep_sensitive = {text!r} is neither a number of layers above zero nor a size; give "
+            f"--keep-sensitive {text!r} is neither a number of layers above zero nor a size; give "
             "one, such as 2 or 500MB"
         ) from None
 
@@ -86,14 +86,14 @@ def sensitive_layers(
         )
     if len(costs) < 2:
         raise RecipeError(
-            f"keep_sensitive = {wanted.text!r} chooses among calibrated layers that the recipe "
+            f"--keep-sensitive {wanted.text!r} chooses among calibrated layers that the recipe "
             f"converts, but there are {len(costs)}; leave it out"
         )
     kept = tuple(most_costly(costs, count=wanted.layers, extra_bytes=wanted.extra_bytes))
     if not kept or len(kept) == len(costs):
         least = min(one.extra_bytes for one in costs)
         raise RecipeError(
-            f"keep_sensitive = {wanted.text!r} keeps {len(kept)} of the {len(costs)} calibrated "
+            f"--keep-sensitive {wanted.text!r} keeps {len(kept)} of the {len(costs)} calibrated "
             f"layers that the recipe converts; give a number from 1 to {len(costs) - 1}, or a size "
             f"of at least {least} bytes, that of a layer"
         )

@@ -57,6 +57,6 @@ def vocabulary_size(config: Mapping[str, Any], folder: Path) -> int:
     if type(vocabulary) is not int or vocabulary < 1:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: vocab_size is {vocabulary!r}, but must be a positive "
-            "integer; fetch the checkpoint again"
+            "integer: the rows of the embedding; fetch the file again, or write them there"
         )
     return vocabulary

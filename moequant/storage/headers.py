@@ -197,8 +197,8 @@ def _header_length(source: FixedFile) -> int:
     if length > source.size_bytes - LENGTH_BYTES:
         raise _refusal(
             source.path,
-            f"header of {length} bytes, but the file ends "
-            f"{length - source.size_bytes + LENGTH_BYTES} bytes before its end",
+            f"cut off: its header alone ends at byte {length + LENGTH_BYTES}, but it has "
+            f"{source.size_bytes} bytes",
         )
     return length
 

@@ -141,7 +141,7 @@ DAMAGES = {
     "a header longer than the file": (
         length_beyond_the_file,
         3,
-        rf"{SHARD}: header of 99999999 bytes, but the file ends .*{FETCH}",
+        rf"{SHARD}: cut off: its header alone ends at byte 100000007, but it has .*{FETCH}",
     ),
     "offsets that overlap": (edit_header(overlap), 3, rf"{SHARD}: tensor .* overlaps .*; {FETCH}"),
     "a shape that lies": (

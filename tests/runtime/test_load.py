@@ -505,7 +505,7 @@ def test_kinds_of_devices_that_torch_does_not_know_are_not_listed(tmp_path):
         load_experts(tmp_path, 0, device="gpu")
     assert str(refused.value) == (
         "device 'gpu' cannot be used: torch knows no such kind of device; choose one that this "
-        'machine and this build of torch have, such as "cpu"'
+        'machine and this build of torch have, such as "cpu" (--device cpu)'
     )
 
 

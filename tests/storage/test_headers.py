@@ -56,7 +56,7 @@ def refusal(tmp_path: Path, content: bytes) -> str:
 HOSTILE = {
     "empty file": (b"", "0 bytes"),
     "shorter than a length": (b"\x01\0\0\0\0\0\0", "7 bytes"),
-    "header beyond the file": (raw(b"{}", length=1000), "998 bytes before its end"),
+    "header beyond the file": (raw(b"{}", length=1000), "ends at byte 1008, but it has 10 bytes"),
     "header of 2**64 - 1": (raw(b"{}", length=2**64 - 1), f"at most {MAX_HEADER_BYTES}"),
     "empty header": (raw(b""), "begins with b''"),
     "header after a blank": (raw(b" {}"), "begins with"),
