@@ -94,7 +94,8 @@ def load_model(
 
     Its `generate` decodes with a static cache, on a CUDA device by replaying CUDA graphs, as
     `moequant.integrations.decoding.use_static_cache` describes; `decoding_of` there says whether.
-    A model whose states no static cache holds decodes as in transformers: `why_not_static`.
+    A model whose states no static cache holds decodes as in transformers; `why_not_static`
+    in static_cache.py says why.
 
     Converted experts run quantized, on moequant's backends. Other converted weights, such as those
     of shared experts, are dequantized to `dtype` while loading, and what they multiply is never
