@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import suppress
+from itertools import count
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from moequant import convert
@@ -15,8 +18,11 @@ from moequant.compatibility.kernels import all_kernels, kernels_on
 from moequant.compatibility.rules import rules
 from moequant.conversion.recipe import KEEP, Recipe, Rule
 from moequant.dialects import REGISTRY
-from moequant.errors import CheckpointError
+from moequant.errors import CheckpointError, UnsupportedError
+from moequant.runtime import select
 from moequant.runtime.backends import REGISTRY as BACKENDS
+from moequant.runtime.backends import Workload, capability
+from moequant.runtime.packing import scheme_of
 from moequant.storage.checkpoint import Checkpoint
 
 PAIRS = [
@@ -404,6 +410,46 @@ def test_kernels_name_engines_formats_and_our_own_backends():
         assert last is None or first <= last
         if kernel.engine == "moequant":
             assert kernel.path in BACKENDS
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """on_gpu(capability): what torch says of CUDA devices, as if one of this capability were here.
+
+    Backends keep their answers for a device, so each has a number of its own.
+    """
+    devices = count(100)
+
+    def be(found):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+        monkeypatch.setattr(capability, "why_no_compiler", lambda: None)
+        return torch.device("cuda", next(devices))
+
+    yield be
+    capability.why_not_sm90_nvrtc.cache_clear()
+
+
+@pytest.mark.parametrize("format", sorted({format for _, format in PAIRS}))
+@pytest.mark.parametrize("gpu", [*GPUS])
+def test_our_kernels_are_those_that_run_by_default(on_gpu, gpu, format):
+    device = on_gpu(GPUS[gpu].capability)
+    layer = Workload(
+        format=format,
+        activations=scheme_of(format, "format", static=False),
+        experts=128,
+        hidden=2048,
+        intermediate=768,
+        device=device,
+    )
+    (dialect, *_) = (d for d, f in PAIRS if f == format)
+    checkpoint = facts(dialect, format)
+    placement = Placement(capability=GPUS[gpu].capability)
+    kernels, _ = kernels_on(checkpoint, ENGINES["moequant"], placement)
+    by_default = None
+    with suppress(UnsupportedError):
+        by_default = select(layer).name
+    assert (kernels[format].path if format in kernels else None) == by_default
 
 
 @pytest.mark.parametrize("gpu", [*GPUS])
