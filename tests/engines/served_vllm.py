@@ -29,6 +29,16 @@ _REQUEST_S = 120
 _STOP_S = 30
 
 
+def parse(parser, words):
+    """What a command line says: of the parser, the checkpoint, and `options` of `vllm serve`."""
+    parser.add_argument("checkpoint", type=Path, help="a converted checkpoint")
+    parser.epilog = "What follows the first -- is given to vllm serve."
+    cut = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:cut])
+    given.options = words[cut + 1 :]
+    return given
+
+
 class Server:
     """A running `vllm serve`.
 

@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from memory_growth import Record, Sample
 from memory_in_use import host_bytes
-from served_vllm import MAX_TOKENS, START_S, complete, serve
+from served_vllm import MAX_TOKENS, START_S, complete, parse, serve
 
 REFERENCES = 8
 """Prompts whose answers are compared."""
@@ -214,24 +214,23 @@ def run(
     return summary
 
 
-def parse(words):
-    """What a command line says; OPTIONS are all behind the first --."""
-    cut = words.index("--") if "--" in words else len(words)
+def command_line():
+    """The parser of its own options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=10, help="default: %(default)s")
+    parser.add_argument("--clients", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--alone", action="store_true", help="without the plug-in")
     parser.add_argument("--beside", action="store_true", help="other processes use the GPU, too")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
-    given = parser.parse_args(words[:cut])
-    given.options = words[cut + 1 :]
-    return given
+    return parser
 
 
 def main():
     """See the head of this file."""
-    given = parse(sys.argv[1:])
+    parser = command_line()
+    given = parse(parser, sys.argv[1:])
+    if not (given.checkpoint / "config.json").is_file():
+        parser.error(f"{given.checkpoint}: no config.json is there; name a converted checkpoint")
     summary = run(
         given.checkpoint, minutes=given.minutes, clients=given.clients, alone=given.alone,
         beside=given.beside, options=given.options,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import soak
 
@@ -171,10 +169,17 @@ def test_beside_other_processes_the_servers_own_allocator_counts(served):
 
 def test_options_of_vllm_are_behind_two_dashes():
     words = ["q", "--minutes", "2", "--beside", "--", "--dtype", "bfloat16", "--json", "x"]
-    given = soak.parse(words)
-    assert (given.checkpoint, given.minutes, given.beside) == (Path("q"), 2.0, True)
+    given = soak.parse(soak.command_line(), words)
+    assert (str(given.checkpoint), given.minutes, given.beside) == ("q", 2.0, True)
     assert (given.options, given.json) == (["--dtype", "bfloat16", "--json", "x"], None)
-    assert soak.parse(["q"]).options == []
+    assert soak.parse(soak.command_line(), ["q"]).options == []
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["soak.py", str(tmp_path / "q")])
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert "no config.json is there; name a converted checkpoint" in capsys.readouterr().err
 
 
 def test_failed_requests_hide_no_problem_of_the_server():

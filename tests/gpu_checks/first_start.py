@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "engines"))
 
-from served_vllm import START_S, complete, serve
+from served_vllm import START_S, complete, parse, serve
 
 _CACHES = (
     "MOEQUANT_CACHE_DIR",
@@ -58,20 +58,16 @@ def time_start(checkpoint, options, log):
         raise
 
 
-def parse(words):
-    """What a command line says; OPTIONS are all behind the first --."""
-    cut = words.index("--") if "--" in words else len(words)
+def command_line():
+    """The parser of its own options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args(words[:cut])
-    given.options = words[cut + 1 :]
-    return given
+    return parser
 
 
 def main():
     """See the head of this file."""
-    given, found = parse(sys.argv[1:]), {}
+    given, found = parse(command_line(), sys.argv[1:]), {}
     prepare = [sys.executable, "-m", "moequant", "prepare", str(given.checkpoint)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({name: str(Path(folder) / name.lower()) for name in _CACHES})

@@ -88,7 +88,9 @@ def test_every_script_is_there_and_takes_what_it_is_given(lines):
             formats = {name.removesuffix(random_checkpoints.STATIC) for name in given.formats}
             assert formats <= set(CONVERTIBLE)
         if "first_start.py" in words[1]:
-            assert first_start.parse(words[2:]).options[0].startswith("--")
+            assert (
+                first_start.parse(first_start.command_line(), words[2:]).options[0].startswith("--")
+            )
 
 
 def test_names_and_needs_are_known_and_no_task_waits_for_ever():
