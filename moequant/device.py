@@ -51,7 +51,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 def _no_cuda(device: torch.device | str) -> str | None:
     """That torch is built without CUDA, where a CUDA device is meant."""
-    if torch.version.cuda is not None or str(device).partition(":")[0] != "cuda":
+    built = torch.version.cuda is not None or torch.version.hip is not None
+    if built or str(device).partition(":")[0] != "cuda":
         return None
     return (
         f"torch {torch.__version__} is built without CUDA (on Linux, `pip install torch` installs "

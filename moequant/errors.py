@@ -113,10 +113,24 @@ def nearest_names(name: object, known: Iterable[str]) -> list[str]:
     by_lower = {one.lower(): one for one in known}
     given = str(name).lower()
     # Most of what is unknown is a name whose end was left out.
-    begun = [one for lower, one in by_lower.items() if given and lower.startswith(given)]
+    begun = [one for lower, one in by_lower.items() if _begins(lower, given)]
+    begun = begun or [
+        one for lower, one in by_lower.items() if _begins(_plain(lower), _plain(given))
+    ]
     misspelt = [one for one in by_lower if not _differs_by_number(given, one)]
     alike = get_close_matches(given, misspelt, n=1, cutoff=_ALIKE)
     return begun[:3] or [by_lower[one] for one in alike]
+
+
+def _begins(known: str, given: str) -> bool:
+    """Whether a name begins with what is given, and not in the middle of a number: h20, h200."""
+    rest = known.removeprefix(given)
+    return bool(given) and rest != known and not (given[-1].isdigit() and rest[:1].isdigit())
+
+
+def _plain(name: str) -> str:
+    """A name without what separates its parts."""
+    return re.sub(r"[-_. ]", "", name)
 
 
 def _differs_by_number(given: str, known: str) -> bool:

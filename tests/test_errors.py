@@ -26,9 +26,15 @@ def test_a_misspelt_name_is_recognised(given, meant):
 def test_names_of_which_the_end_was_left_out_are_meant():
     assert nearest_names("mxfp", NAMES) == ["mxfp4", "mxfp8"]
     assert nearest_names("sm", NAMES) == ["sm90", "sm100"]
+    assert nearest_names("gptoss", ["gpt-oss-20b", "gpt-oss-120b"]) == [
+        "gpt-oss-20b",
+        "gpt-oss-120b",
+    ]
 
 
-@pytest.mark.parametrize("given", ["sm120", "sm89", "h200", "b100", "mxfp6", "int8", "x", ""])
+@pytest.mark.parametrize(
+    "given", ["sm120", "sm89", "sm10", "h200", "b20", "b100", "mxfp6", "int8", "x", ""]
+)
 def test_another_thing_is_not_taken_for_a_misspelling(given):
     """Such as a GPU of another kind, which runs no code for the one that is spelt alike."""
     assert nearest_names(given, NAMES) == []

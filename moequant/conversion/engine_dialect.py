@@ -37,14 +37,14 @@ def plan_for_engine(plan: Plan, engine: str, plan_by: Callable[[Recipe], Plan]) 
     if failures := failures_of_model(verdict):
         raise UnsupportedError(
             f"{title} does not load this model in any format: {' '.join(failures)} Or leave out "
-            "--for (engine)"
+            "--for (engine=)"
         )
     formats = dict.fromkeys(unit.format for unit in plan.units)
     why = " ".join(verdict.why) or f"No rule says that {title} loads it."
     if plan.recipe.output.dialect is not None:
         raise UnsupportedError(
             f"the dialect {plan.dialect.name}, for {title}: {why} Leave the dialect out, or --for "
-            "(engine)"
+            "(engine=)"
         )
     for dialect in serving_dialects(plan.model.architecture):
         if dialect is plan.dialect or not {*formats} <= {*dialect.carried}:
@@ -60,7 +60,7 @@ def plan_for_engine(plan: Plan, engine: str, plan_by: Callable[[Recipe], Plan]) 
             return replace(other, warnings=(said, *other.warnings))
     raise UnsupportedError(
         f"{title} is not known to load {', '.join(formats)} of this model in any dialect. In "
-        f"{plan.dialect.name}: {why} Choose another format, or leave out --for (engine)"
+        f"{plan.dialect.name}: {why} Choose another format, or leave out --for (engine=)"
     )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moequant.statistics import Statistics
     from moequant.storage.checkpoint import Checkpoint
 
+_OPTION = "--keep-sensitive (keep_sensitive=)"
+
 
 class Kept(NamedTuple):
     """How much is kept: a number of layers, or the bytes by which the output may grow.
@@ -41,7 +43,7 @@ def parse_kept(given: str | int, statistics: Statistics | None) -> Kept:
     text = str(given).strip()
     if statistics is None:
         raise RecipeError(
-            f"--keep-sensitive {text!r} needs statistics: measure them with `moequant calibrate`, "
+            f"{_OPTION} {text!r} needs statistics: measure them with `moequant calibrate`, "
             "and give the file with --statistics"
         )
     if text.isdecimal() and int(text) > 0:
@@ -50,7 +52,7 @@ def parse_kept(given: str | int, statistics: Statistics | None) -> Kept:
         return Kept(text, None, parse_size(text))
     except ValueError:
         raise RecipeError(
-            f"--keep-sensitive {text!r} is neither a number of layers above zero nor a size; give "
+            f"{_OPTION} {text!r} is neither a number of layers above zero nor a size; give "
             "one, such as 2 or 500MB"
         ) from None
 
@@ -86,14 +88,14 @@ def sensitive_layers(
         )
     if len(costs) < 2:
         raise RecipeError(
-            f"--keep-sensitive {wanted.text!r} chooses among calibrated layers that the recipe "
+            f"{_OPTION} {wanted.text!r} chooses among calibrated layers that the recipe "
             f"converts, but there are {len(costs)}; leave it out"
         )
     kept = tuple(most_costly(costs, count=wanted.layers, extra_bytes=wanted.extra_bytes))
     if not kept or len(kept) == len(costs):
         least = min(one.extra_bytes for one in costs)
         raise RecipeError(
-            f"--keep-sensitive {wanted.text!r} keeps {len(kept)} of the {len(costs)} calibrated "
+            f"{_OPTION} {wanted.text!r} keeps {len(kept)} of the {len(costs)} calibrated "
             f"layers that the recipe converts; give a number from 1 to {len(costs) - 1}, or a size "
             f"of at least {least} bytes, that of a layer"
         )

@@ -6,6 +6,7 @@ Otherwise another tool wrote the checkpoint, and config.json gives the format of
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,7 @@ def expect_by_record(
         copies=tuple(copy.info for copy in plan.copies),
         tensors={n: (s.dtype, s.shape) for shard in plan.shards for n, s in shard.slots.items()},
         possible=frozenset(),
-        config=converted_config(source.config, plan.quantization_config, plan.dialect),
+        config=json.loads(files[CONFIG_FILE]),
         files=files,
         activations={
             weight.module: scheme

@@ -102,7 +102,7 @@ def test_a_size_is_filled_with_the_layers_that_cost_most(source, stats, tmp_path
 @pytest.mark.parametrize(
     ("wanted", "given", "message"),
     [
-        (1, False, "--keep-sensitive '1' needs statistics: measure them with"),
+        (1, False, r"--keep-sensitive \(keep_sensitive=\) '1' needs statistics: measure them with"),
         (0, True, "'0' is neither a number of layers above zero nor a size; give one, such as 2"),
         (-1, True, "'-1' is neither a number of layers above zero nor a size"),
         ("1KB", True, "keeps 0 of the 4 calibrated layers .* a number from 1 to 3"),

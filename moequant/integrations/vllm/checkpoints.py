@@ -32,7 +32,11 @@ from moequant.integrations.vllm.method import MoequantMoEMethod
 from moequant.integrations.vllm.name import NAME, WITHOUT
 from moequant.integrations.vllm.options import read_options
 from moequant.integrations.vllm.scheme import expert_scheme
-from moequant.integrations.vllm.settings import check_served, check_settings
+from moequant.integrations.vllm.settings import (
+    check_served,
+    check_settings,
+    warn_of_variables,
+)
 from moequant.integrations.vllm.versions import name_matching, projections
 from moequant.runtime.activations import MXFP8
 
@@ -101,6 +105,7 @@ class _OwnExperts:
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         options = read_options(vllm_config.additional_config)
         check_served(prefix, layer, vllm_config, activations=options.activations)
+        warn_of_variables()
         return MoequantMoEMethod(
             prefix,
             layer.moe_config,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs
+from vllm.logger import init_logger
 
 from moequant.errors import UnsupportedError
 from moequant.integrations.vllm.name import NAME, WITHOUT
@@ -18,6 +19,8 @@ from moequant.runtime.activations import FP8_TENSOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+logger = init_logger("vllm.moequant")
 
 _FROM_FILES = (
     "auto",
@@ -35,19 +38,20 @@ _FROM_FILES = (
 
 By others it restores finished parameters, or a loader that is not vLLM's own decides.
 """
-_CHOOSE_EXPERTS = (
+_OF_VLLMS_EXPERTS = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_FLASHINFER_MOE_BACKEND",
-    "VLLM_USE_FLASHINFER_MOE_FP16",
+    "VLLM_HUMMING_MOE_GEMM_TYPE",
+    "VLLM_MOE_USE_DEEP_GEMM",
     "VLLM_USE_FLASHINFER_MOE_FP4",
     "VLLM_USE_FLASHINFER_MOE_FP8",
     "VLLM_USE_FLASHINFER_MOE_INT4",
     "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
     "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
     "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
 )
-"""Variables of either version that choose experts of vLLM, or their activations, and nothing else.
+"""Variables of either version that choose among vLLM's quantized experts, or their activations.
 
 Not those that linear layers read, too, such as VLLM_TEST_FORCE_FP8_MARLIN.
 """
@@ -88,6 +92,20 @@ def check_settings(vllm_config: Any) -> None:
         UnsupportedError: they are not served; says all that is in the way.
     """
     _refuse("", _of_settings(vllm_config))
+
+
+def warn_of_variables() -> None:
+    """Log which variables that are on have no effect on the experts that moequant runs.
+
+    They are not refused: experts that a checkpoint keeps unquantized, and those of a draft model,
+    may be vLLM's.
+    """
+    if variables := [*filter(_is_on, _OF_VLLMS_EXPERTS)]:
+        logger.warning_once(
+            "%s: without effect on routed experts that moequant runs; unset it, or choose for "
+            "those by --additional-config",
+            ", ".join(variables),
+        )
 
 
 def _refuse(where: str, findings: Iterable[str]) -> None:
@@ -141,12 +159,10 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
             f"--moe-backend {kernels.moe_backend}, or moe_backend of --speculative-config, which "
             "names experts of vLLM: leave it out"
         )
-    for variable in filter(_is_on, _CHOOSE_EXPERTS):
-        yield f"{variable}, which chooses among experts of vLLM: leave it out"
     if vllm.envs.VLLM_BATCH_INVARIANT:
         yield (
             "batch invariance, as the order in which kernels add depends on how many tokens a "
-            "step has: leave out VLLM_BATCH_INVARIANT"
+            "step has: unset VLLM_BATCH_INVARIANT"
         )
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         yield "weights offloaded to the host: leave offloading out"

@@ -460,6 +460,12 @@ VARIABLES = ("VLLM_USE_FLASHINFER_MOE_INT4", "VLLM_DEEPEPLL_NVFP4_DISPATCH")
 """Environment variables that the plug-in asks for, and both versions have."""
 
 
+def _variable(envs, name):
+    if name not in envs.environment_variables:
+        raise AttributeError(name)
+    return envs.environment_variables[name]()
+
+
 def _number_of(variable):
     return int(os.environ.get(variable, "0"))
 
@@ -483,6 +489,6 @@ def install(version):
     envs.VLLM_BATCH_INVARIANT = False
     envs.environment_variables = {name: partial(_number_of, name) for name in VARIABLES}
     envs.is_set = os.environ.__contains__
-    envs.__getattr__ = lambda name: envs.environment_variables[name]()
+    envs.__getattr__ = partial(_variable, envs)
     sys.modules.update(made)
     return list(made)

@@ -207,26 +207,52 @@ def test_batch_invariance_is_refused(engine, monkeypatch):
     import vllm.envs
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    with pytest.raises(UnsupportedError, match="leave out VLLM_BATCH_INVARIANT"):
+    with pytest.raises(UnsupportedError, match="unset VLLM_BATCH_INVARIANT"):
         check(settings())
 
 
-@pytest.mark.parametrize(
-    "variable", ["VLLM_USE_FLASHINFER_MOE_INT4", "VLLM_DEEPEPLL_NVFP4_DISPATCH"]
-)
-def test_variables_that_choose_experts_of_vllm_are_refused(engine, monkeypatch, variable):
-    monkeypatch.setenv(variable, "0")
-    check(settings())
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(UnsupportedError, match=f"{variable}, which chooses among experts of vLLM"):
-        check(settings())
+@pytest.fixture
+def warned(engine, monkeypatch):
+    """warned(): what is logged of variables of the environment."""
+    from moequant.integrations.vllm import settings
+
+    said = []
+    monkeypatch.setattr(
+        settings.logger, "warning_once", lambda message, *values: said.append(message % values)
+    )
+
+    def ask():
+        said.clear()
+        settings.warn_of_variables()
+        return said
+
+    return ask
 
 
-def test_a_variable_that_this_version_lacks_says_nothing(engine, monkeypatch):
+def test_variables_that_choose_among_vllms_experts_are_said_to_have_no_effect(warned, monkeypatch):
+    variables = ("VLLM_USE_FLASHINFER_MOE_INT4", "VLLM_DEEPEPLL_NVFP4_DISPATCH")
+    for variable in variables:
+        monkeypatch.setenv(variable, "0")
+    assert warned() == []
+    for variable in variables:
+        monkeypatch.setenv(variable, "1")
+    (line,) = warned()
+    assert line.startswith("VLLM_DEEPEPLL_NVFP4_DISPATCH, VLLM_USE_FLASHINFER_MOE_INT4: without")
+
+
+def test_a_variable_that_this_version_lacks_says_nothing(engine, warned, monkeypatch):
     of_other = {"0.22.1": "VLLM_B12X_MOE_FP4_FORCE_A16", "0.33.0": "VLLM_USE_FLASHINFER_MOE_FP4"}
-    variable = of_other[engine.version]
-    monkeypatch.setenv(variable, "1")
-    check(settings())
+    monkeypatch.setenv(of_other[engine.version], "1")
+    assert warned() == []
+
+
+def test_a_layer_of_our_experts_asks_for_variables(engine, monkeypatch):
+    from moequant.integrations.vllm import checkpoints
+
+    asked = []
+    monkeypatch.setattr(checkpoints, "warn_of_variables", lambda: asked.append(True))
+    engine.layer(quantized("fp8_block", "fp8"))
+    assert asked
 
 
 FORMAT = "config__load_config__load_format"

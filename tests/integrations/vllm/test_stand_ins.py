@@ -42,7 +42,6 @@ LACKED = {
     "0.22.1": {"VLLM_B12X_MOE_FP4_FORCE_A16"},
     "0.33.0": {
         "VLLM_FLASHINFER_MOE_BACKEND",
-        "VLLM_USE_FLASHINFER_MOE_FP16",
         "VLLM_USE_FLASHINFER_MOE_FP4",
         "VLLM_USE_FLASHINFER_MOE_FP8",
         "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
@@ -274,13 +273,13 @@ def test_fields_of_a_layer_that_the_plug_in_reads_are_vllms(sources):
     assert set(LAYER_FIELDS[sources.version]) <= found
 
 
-def test_variables_that_the_plug_in_reads_are_vllms(sources):
+def test_variables_that_the_plug_in_reads_are_vllms(sources, engine):
     from moequant.integrations.vllm import settings
 
     text = (sources.folder / "envs.py").read_text("utf-8")
     assert "VLLM_BATCH_INVARIANT: bool" in text
-    known = {name for name in settings._CHOOSE_EXPERTS if f"    {name}: " in text}
-    assert known == set(settings._CHOOSE_EXPERTS) - LACKED[sources.version]
+    known = {name for name in settings._OF_VLLMS_EXPERTS if f"    {name}: " in text}
+    assert known == set(settings._OF_VLLMS_EXPERTS) - LACKED[sources.version]
 
 
 def test_one_version_alone_loads_layers_past_their_parameters(sources):
