@@ -41,9 +41,9 @@ class Findings:
         """Whether a check found a problem."""
         return check in self._counts
 
-    def add(self, check: Check, name: str, message: str, *, stray: bool = False) -> None:
-        """Add a problem of `name`; `stray` as in `Problem`."""
-        self.extend([Problem(check=check, name=cut(name), message=cut(message), stray=stray)])
+    def add(self, check: Check, name: str, message: str, **flags: bool) -> None:
+        """Add a problem of `name`; `flags` are those of `Problem`, such as `stray`."""
+        self.extend([Problem(check=check, name=cut(name), message=cut(message), **flags)])
 
     def extend(self, problems: Iterable[Problem]) -> None:
         """Add several problems."""

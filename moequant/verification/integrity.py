@@ -27,7 +27,7 @@ from moequant.storage.folder import UNFINISHED, is_inner_name
 from moequant.storage.model_card import card_is_of
 from moequant.storage.reader import FixedFile
 from moequant.verification.findings import Findings, cut
-from moequant.verification.report import IntegrityReport, Problem
+from moequant.verification.report import IntegrityReport
 from moequant.verification.stored import check_nothing_added, existing_directory
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[Re
     """Every recorded file; invalid entries become problems."""
     for key, table in _tables(record).items():
         if not _is_table(key, table):
-            findings.extend([_no_table(f"{RECORD_FILE}.{key}")])
+            message = "not a table of digests by file"
+            findings.add("record", f"{RECORD_FILE}.{key}", message, unusable_record=True)
             continue
         for file, entry in table.items():
             match entry if is_inner_name(file) else None:
@@ -128,12 +129,6 @@ def recorded_files(record: Mapping[str, Any], findings: Findings) -> Iterator[Re
     for file in (CONFIG_FILE, INDEX_FILE):
         if isinstance(files, dict) and file not in files:
             findings.add("record", f"{RECORD_FILE}.files", f"lacks {file}")
-
-
-def _no_table(name: str) -> Problem:
-    return Problem(
-        check="record", name=name, message="not a table of digests by file", unusable_record=True
-    )
 
 
 def _tables(record: Mapping[str, Any]) -> dict[str, Any]:
