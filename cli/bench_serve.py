@@ -109,8 +109,13 @@ def command(
     weights and the KV cache of a step. An engine that is not installed or fails is named with its
     reason, and the exit code is 1.
     """
-    if (shape is None) != (layers is None):
-        raise click.UsageError("--shape and --layers need each other")
+    if shape is not None and layers is None:
+        raise click.UsageError(
+            f"--shape {shape} needs --layers: how many of its layers to write, all of which must "
+            "fit on the device in each format; 4 to 24 are usual"
+        )
+    if layers is not None and shape is None:
+        raise click.UsageError("--layers is of a model of random weights: give --shape too")
     default = click.get_current_context().get_parameter_source("format") is ParameterSource.DEFAULT
     if shape is None and (vocabulary is not None or not default):
         raise click.UsageError(

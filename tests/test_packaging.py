@@ -348,3 +348,15 @@ def test_wheel_runs_from_elsewhere(wheel, tmp_path):
         PYTHONPATH=str(tmp_path / "site"),
     )
     assert all(path.startswith(str(tmp_path)) for path in where)
+
+
+def test_a_checkout_that_hides_the_installed_package_says_so():
+    """-S: as where the package is not installed from this checkout in editable mode."""
+    command = [sys.executable, "-S", "-m", "moequant", "--version"]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"Error: {ROOT / 'moequant'}: part of a checkout, which hides the installed package from "
+        "`python -m moequant` in this folder; use the command `moequant`, or start Python in "
+        "another folder\n"
+    )

@@ -7,18 +7,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from moequant.compatibility import check_checkpoint
-from moequant.errors import MoequantError, UnsupportedError
+from moequant.errors import CheckpointError, MoequantError, UnsupportedError
 from moequant.models import find_architecture
 from moequant.reporting.codes import count_codes
 from moequant.reporting.origin import describe_origin
 from moequant.storage.checkpoint import Checkpoint
 from moequant.storage.documents import read_document
-from moequant.storage.files import RECORD_FILE
+from moequant.storage.files import CONFIG_FILE, RECORD_FILE
 from moequant.storage.reader import FixedFile
 from moequant.weights.converted import described_architectures
 from moequant.weights.encoded import EncodedInfo
 from moequant.weights.sizes import roles_in, size_by_role
-from moequant.weights.source_model import read_source, source_config
+from moequant.weights.source_model import quantization_config_of, read_source, source_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ def describe_output(
         workers: number of weights read in parallel.
 
     Raises:
-        CheckpointError: it cannot be read, although no check found a problem.
+        CheckpointError: it cannot be read, or is not converted, although no check found a problem.
         UnsupportedError: an unknown architecture or quantization, likewise.
     """
     document: dict[str, Any] = {
@@ -123,7 +123,9 @@ def describe_output(
     @cache
     def seen() -> SourceModel:
         checkpoint, own = opened()
-        return read_source(checkpoint.tensors, source_config(checkpoint), own)
+        config = source_config(checkpoint)
+        _check_converted(path, config)
+        return read_source(checkpoint.tensors, config, own)
 
     parts: dict[str, Callable[[], Any]] = {
         "origin": lambda: _origin(path, source),
@@ -157,6 +159,19 @@ def sizes_of(checkpoint: Checkpoint, own: Sequence[Architecture]) -> Sizes:
     """
     found = read_source(checkpoint.tensors, source_config(checkpoint), own)
     return size_by_role(roles_in(checkpoint.tensors, found))
+
+
+def _check_converted(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what neither config.json nor moequant.json says to be converted.
+
+    In BF16 a converted checkpoint has no quantization_config, but moequant.json.
+    """
+    if quantization_config_of(config) is None and read_record_of(path) is None:
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: no quantization_config, and no {RECORD_FILE} beside it; this "
+            "is not a converted checkpoint. Convert it first: moequant convert SOURCE OUTPUT "
+            "--format NAME"
+        )
 
 
 def _origin(path: Path, source: str | None) -> dict[str, Any] | None:

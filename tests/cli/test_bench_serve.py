@@ -203,3 +203,16 @@ def test_options_of_a_random_model_need_one(run, converted, option):
     done = run("bench", "serve", converted, *option)
     assert done.exit_code == 2
     assert "are of a model of random weights: give --shape and --layers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--shape", "qwen3-30b"), "--shape qwen3-30b needs --layers: how many of its layers"),
+        (("--layers", "4"), "--layers is of a model of random weights: give --shape too"),
+    ],
+)
+def test_a_shape_and_its_number_of_layers_are_asked_for_by_name(run, given, message):
+    result = run("bench", "serve", *given)
+    assert result.exit_code == 2
+    assert message in result.stderr

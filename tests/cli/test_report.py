@@ -131,6 +131,21 @@ def test_what_cannot_be_read_has_the_codes_of_other_commands(run, source, tmp_pa
     assert not page.exists()
 
 
+def test_what_is_not_converted_is_refused(run, source, page):
+    result = run("report", source, "-o", page)
+    assert result.exit_code == 3
+    assert f"{source}/config.json: no quantization_config" in result.stderr
+    assert "Convert it first: moequant convert SOURCE OUTPUT --format NAME" in result.stderr
+    assert not page.exists()
+
+
+def test_a_checkpoint_converted_to_bf16_is_reported(run, converted, tmp_path, page):
+    plain = tmp_path / "plain"
+    assert run("convert", converted, plain, "--format", "bf16").exit_code == 0
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    assert run("report", plain, "-o", page).exit_code == 0
+
+
 def test_a_page_may_lie_in_the_folder_of_the_checkpoint(run, source, converted, tmp_path):
     copy = shutil.copytree(converted, tmp_path / "copy")
     assert run("report", copy, "-o", copy / "report.html").exit_code == 0
