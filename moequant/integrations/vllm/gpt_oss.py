@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import UnsupportedError
+from moequant.errors import CheckpointError, UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
 from moequant.integrations.vllm.checked_tensors import as_dtype
 from moequant.integrations.vllm.stored import StoredExperts
@@ -80,6 +80,7 @@ class GptOssExperts(StoredExperts):
                     "files"
                 )
             take = self._filling.loader
+            self._check_shape(weight_name, loaded_weight, parameter, shape)
             tensor = as_dtype(weight_name, loaded_weight, dtype)
             done = take(
                 param, tensor, weight_name, shard_id, expert_id, return_success=return_success
@@ -89,6 +90,25 @@ class GptOssExperts(StoredExperts):
 
         data = torch.zeros(shape, dtype=dtype)
         self._register(layer, parameter, data, 1, quant_method="block", weight_loader=load)
+
+    def _check_shape(
+        self, name: str, tensor: Tensor, parameter: str, shape: tuple[int, ...]
+    ) -> None:
+        """Check what vLLM copies into a parameter: it takes fewer rows, or one expert for all.
+
+        Raises:
+            CheckpointError: it has another shape; a rank's part may be smaller where it is cut.
+        """
+        # Rows of gate and up, also of their bias, and columns of down; its bias is never cut.
+        cut = 1 if parameter.startswith("w13") else 2
+        given = list(tensor.shape)
+        if self.sizes.tp_size > 1 and len(given) == len(shape) and cut < len(shape):
+            given[cut] = shape[cut] if given[cut] <= shape[cut] else given[cut]
+        if given != list(shape):
+            raise CheckpointError(
+                f"{name}: shape {list(tensor.shape)}, but by config.json it must be "
+                f"{list(shape)}; fetch or convert the checkpoint again"
+            )
 
     def _projection(self, layer: nn.Module, group: str, rows: slice) -> QuantizedWeight:
         format = get_format(self.scheme.format)

@@ -61,7 +61,7 @@ class PreparedExperts:
         if sizes.tp_size > 1:
             raise UnsupportedError(
                 f"{name}: prepared folders hold whole experts, which tensor parallel "
-                f"{sizes.tp_size} cuts; leave out {_OPTION}, or --enable-expert-parallel"
+                f"{sizes.tp_size} cuts; add --enable-expert-parallel, or leave out {_OPTION}"
             )
         self._name, self._layer = name, int(found[1])
         self._reader = _reader(_folder(name, target), device)
@@ -138,6 +138,11 @@ def model_folder() -> str:
 def _folder(name: str, target: str) -> Path:
     model = Path(model_folder())
     folder = model / PREPARED_FOLDER / target
+    if not model.is_dir():
+        raise CheckpointError(
+            f"{name}: {_OPTION} is {target!r}, but {str(model)!r} is no local folder; download the "
+            "checkpoint, prepare it and serve its folder, or leave the option out"
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"{name}: {_OPTION} is {target!r}, but there is no {folder}; run moequant prepare "

@@ -143,7 +143,7 @@ def test_what_is_not_prepared_is_refused(load, converted, prepared):
     with pytest.raises(CheckpointError, match=r"there is no .*sm90; run moequant prepare .* --tar"):
         load(plain)
     path = prepared("w4a8", "compressed-tensors")
-    with pytest.raises(UnsupportedError, match="whole experts, which tensor parallel 2 cuts; lea"):
+    with pytest.raises(UnsupportedError, match="whole experts, which tensor parallel 2 cuts; add"):
         load(path, tp=(2, 0))
 
 
@@ -153,6 +153,15 @@ def test_layers_that_are_not_the_models_own_are_refused(load, prepared, name):
 
     with pytest.raises(UnsupportedError, match=f"{name}: .* layers of the model itself"):
         PreparedExperts(name, "sm90", sizes(), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_checkpoint_of_a_hub_is_refused(monkeypatch):
+    from moequant.integrations.vllm import prepared
+
+    monkeypatch.setattr(prepared, "model_folder", lambda: "org/name")
+    with pytest.raises(CheckpointError, match="'org/name' is no local folder; download"):
+        prepared.PreparedExperts("layers.0.experts", "sm90", sizes(), torch.device("cpu"))
 
 
 @pytest.fixture

@@ -530,6 +530,28 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(engine, converted, tmp_pa
         engine.loaded(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("down_proj_blocks", lambda t: t[:, :128]),
+        ("down_proj_scales", lambda t: t[:1]),
+        ("down_proj_bias", lambda t: t[:, :64]),
+        ("gate_up_proj_blocks", lambda t: t[:1]),
+        ("gate_up_proj_bias", lambda t: t[:, :64]),
+    ],
+)
+def test_a_stacked_tensor_of_another_shape_is_refused(engine, converted, tmp_path, name, change):
+    """vLLM's loader would leave rows at zero, or give every expert the numbers of one."""
+
+    def cut(tensors):
+        (full,) = (key for key in tensors if f"layers.0.mlp.experts.{name}" in key)
+        tensors[full] = change(tensors[full]).contiguous()
+
+    path = copied(converted("mxfp4", "gpt-oss"), tmp_path / "x", cut)
+    with pytest.raises(CheckpointError, match=r"shape \[.*\], but by config.json it must be \["):
+        engine.loaded(path, activation="swigluoai", has_bias=True)
+
+
 def test_scales_that_bfloat16_does_not_hold_are_refused(engine, converted, tmp_path):
     name = f"{NAME}.1.gate_proj.weight_scale"
     path = copied(
