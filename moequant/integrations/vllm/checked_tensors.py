@@ -31,10 +31,7 @@ def as_stored(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
         UnsupportedError: a scale that its dtype here does not hold.
     """
     if _sizes(tensor.shape) != _sizes(spec.shape):
-        raise CheckpointError(
-            f"{name}: shape {list(tensor.shape)}, but by config.json it must be "
-            f"{list(spec.shape)}; fetch or convert the checkpoint again"
-        )
+        raise wrong_shape(name, tensor, spec.shape)
     return as_dtype(name, tensor, spec.dtype).reshape(spec.shape)
 
 
@@ -51,6 +48,14 @@ def as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     raise CheckpointError(
         f"{name}: dtype {dtype_text(tensor.dtype)}, but by config.json it must be "
         f"{dtype_text(dtype)}; fetch or convert the checkpoint again"
+    )
+
+
+def wrong_shape(name: str, tensor: Tensor, wanted: torch.Size | tuple[int, ...]) -> CheckpointError:
+    """The error of a tensor whose shape is not the one that config.json says."""
+    return CheckpointError(
+        f"{name}: shape {list(tensor.shape)}, but by config.json it must be {list(wanted)}; fetch "
+        "or convert the checkpoint again"
     )
 
 

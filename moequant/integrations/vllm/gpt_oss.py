@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moequant.errors import CheckpointError, UnsupportedError
+from moequant.errors import UnsupportedError
 from moequant.formats import QuantizedWeight, get_format
-from moequant.integrations.vllm.checked_tensors import as_dtype
+from moequant.integrations.vllm.checked_tensors import as_dtype, wrong_shape
 from moequant.integrations.vllm.stored import StoredExperts
 from moequant.runtime import ExpertWeights
 
@@ -101,14 +101,13 @@ class GptOssExperts(StoredExperts):
         """
         # Rows of gate and up, also of their bias, and columns of down; its bias is never cut.
         cut = 1 if parameter.startswith("w13") else 2
-        given = list(tensor.shape)
-        if self.sizes.tp_size > 1 and len(given) == len(shape) and cut < len(shape):
-            given[cut] = shape[cut] if given[cut] <= shape[cut] else given[cut]
-        if given != list(shape):
-            raise CheckpointError(
-                f"{name}: shape {list(tensor.shape)}, but by config.json it must be "
-                f"{list(shape)}; fetch or convert the checkpoint again"
-            )
+        may_be_smaller = self.sizes.tp_size > 1
+        fits = tensor.ndim == len(shape) and all(
+            size == whole or (may_be_smaller and place == cut and size < whole)
+            for place, (size, whole) in enumerate(zip(tensor.shape, shape, strict=True))
+        )
+        if not fits:
+            raise wrong_shape(name, tensor, shape)
 
     def _projection(self, layer: nn.Module, group: str, rows: slice) -> QuantizedWeight:
         format = get_format(self.scheme.format)
